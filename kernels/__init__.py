@@ -1,0 +1,1 @@
+"""Mamba-3 as mathematics on tensors. Knows PyTorch and Triton, and nothing of vLLM."""
