@@ -1,0 +1,50 @@
+"""The door for prefill: many tokens for each of many sequences."""
+
+import torch
+
+from vllm_mamba3.kernels.checks import check_call, choose, expect
+from vllm_mamba3.kernels.layout import Mamba3States, Mamba3Weights
+from vllm_mamba3.kernels.operators import define_operator, weights_as_arguments
+from vllm_mamba3.kernels.scan.torch_scan import torch_scan
+
+IMPLEMENTATIONS = {"torch": torch_scan}
+
+
+def mamba3_scan(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3States, slots: torch.Tensor,
+                cu_seqlens: torch.Tensor, has_initial_state: torch.Tensor, out: torch.Tensor,
+                implementation: str = "torch") -> None:
+    """Take each sequence all its tokens further, between in_proj and out_proj; states and out are written in place.
+
+    Args:
+        projected: (T, d_in_proj), 2-D: the fused projection's rows, the sequences packed one after another.
+        weights, states, slots: as for `mamba3_step`, with one slot a sequence. Sequences that are empty or have a slot
+            <= 0 are padding: they touch no state, and their output is zero.
+        cu_seqlens: (S + 1,) int32 that starts with 0, never decreases and ends with T: sequence s has the rows
+            cu_seqlens[s] to cu_seqlens[s + 1].
+        has_initial_state: (S,) bool; where False the sequence starts here, and what its slot held is not read.
+        out: (T, H·P), in the dtype of projected.
+        implementation: one of `IMPLEMENTATIONS`.
+
+    Raises: ValueError that says what came and what is meant.
+    """
+    check_call("mamba3_scan", projected, weights, states, slots, has_initial_state, out)
+    expect("mamba3_scan", "has_initial_state", has_initial_state, tuple(slots.shape), (torch.bool,))
+    expect("mamba3_scan", "cu_seqlens", cu_seqlens, (slots.shape[0] + 1,), (torch.int32,), projected.device)
+    choose("mamba3_scan", implementation, IMPLEMENTATIONS)
+    if cu_seqlens.device.type == "cpu":
+        ends = cu_seqlens.tolist()
+        if ends[0] != 0 or ends[-1] != projected.shape[0] or ends != sorted(ends):
+            raise ValueError(f"mamba3_scan expects cu_seqlens to rise from 0 to the {projected.shape[0]} rows of "
+                             f"projected, and got {ends}")
+    if projected.shape[0]:
+        _operator(projected, *weights_as_arguments(weights), *states, slots, cu_seqlens, has_initial_state, out,
+                  implementation)
+
+
+def _run(projected, weights, states, slots, cu_seqlens, has_initial_state, out, implementation):
+    IMPLEMENTATIONS[implementation](projected, weights, states, slots, cu_seqlens, has_initial_state, out)
+
+
+_operator = define_operator(
+    "scan", "Tensor slots, Tensor cu_seqlens, Tensor has_initial_state, Tensor(out!) out, str implementation", _run
+)

@@ -1,0 +1,60 @@
+"""What both doors refuse, and how they say it. Every error is a ValueError: what was expected, and what came."""
+
+import torch
+
+from vllm_mamba3.kernels.layout import Mamba3States, Mamba3Weights
+
+MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_call(operation: str, projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3States,
+               slots: torch.Tensor, has_initial_state: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Refuse what neither operation takes."""
+    size = weights.layout
+    if projected.dim() != 2:
+        raise ValueError(
+            f"{operation} takes the fused projection as a 2-D tensor (rows, d_in_proj = {size.projection_size}), and got "
+            f"a {projected.dim()}-D tensor of shape {tuple(projected.shape)}; {_advice(operation)}"
+        )
+    rows = projected.shape[0]
+    expect(operation, "projected", projected, (rows, size.projection_size), MODEL_DTYPES)
+    expect(operation, "out", out, (rows, size.inner_size), (projected.dtype,), projected.device)
+    if len(states) != len(size.state_shapes):
+        raise ValueError(f"{operation} takes {len(size.state_shapes)} state pools "
+                         f"({', '.join(Mamba3States._fields)}), and got {len(states)}")
+    num_slots = states[0].shape[0]
+    for name, pool, shape, dtype in zip(Mamba3States._fields, states, size.state_shapes,
+                                        Mamba3States.dtypes(projected.dtype)):
+        expect(operation, f"the {name} pool", pool, (num_slots, *shape), (dtype,), projected.device)
+    sequences = slots.shape[0] if slots.dim() == 1 else -1
+    expect(operation, "slots", slots, (sequences,), (torch.int32,), projected.device)
+    if has_initial_state is not None:
+        expect(operation, "has_initial_state", has_initial_state, (sequences,), (torch.bool,), projected.device)
+    # On a GPU reading the slots back would wait for the device.
+    if slots.device.type == "cpu" and sequences and int(slots.max()) >= num_slots:
+        raise ValueError(f"{operation} got slot {int(slots.max())}, and the pools have {num_slots} slots")
+
+
+def expect(operation: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...],
+           device: torch.device | None = None) -> None:
+    """Refuse a tensor of another shape (-1: any 1-D length), dtype or device."""
+    if tuple(tensor.shape) != shape:
+        meant = "a 1-D tensor" if -1 in shape else f"shape {shape}"
+        raise ValueError(f"{operation} expects {name} to have {meant}, and got shape {tuple(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        meant = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{operation} expects {name} in {meant}, and got {str(tensor.dtype).removeprefix('torch.')}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{operation} expects {name} on {device}, where projected is, and got it on {tensor.device}")
+
+
+def choose(operation: str, implementation: str, implementations: dict) -> None:
+    """Refuse an implementation that does not exist."""
+    if implementation not in implementations:
+        raise ValueError(f"{operation} has no implementation {implementation!r}; it has {', '.join(implementations)}")
+
+
+def _advice(operation: str) -> str:
+    if operation == "mamba3_step":
+        return "a step is one token a sequence: pass x[:, 0] rather than x of shape (batch, 1, d_in_proj)"
+    return "pack the sequences one after another and say where they start in cu_seqlens"

@@ -1,0 +1,116 @@
+"""What the torch step and the torch scan share: from a projected row to keys, queries and step sizes, and the gate.
+
+Everything is vectorised over leading dimensions and differentiable. Symbols: the glossary of `reference.py`.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from vllm_mamba3.kernels.layout import Mamba3Layout, Mamba3Weights, compute_dtype
+
+# From here on softplus(x) is x to the last bit of a float64; torch's own default, 20, is off by 1e-10.
+SOFTPLUS_LINEAR_FROM = 40.0
+TWO_PI_HEAD = 6.28125
+
+
+class TokenInputs(NamedTuple):
+    """What one layer's recurrence takes of each token; `...` is any number of leading dimensions.
+
+    z and x (..., H, P); BC (..., 2, R, G, N): B and C after their norms, before bias and rotation; dt, A_dt and
+    trapezoid (..., H): step size, log decay A·dt, and λ; angle (..., n): as projected.
+    """
+
+    z: torch.Tensor
+    x: torch.Tensor
+    BC: torch.Tensor
+    dt: torch.Tensor
+    A_dt: torch.Tensor
+    trapezoid: torch.Tensor
+    angle: torch.Tensor
+
+
+def prepare(projected: torch.Tensor, weights: Mamba3Weights) -> TokenInputs:
+    """Split rows of the fused projection (..., d_in_proj) and apply activations and norms, in the compute dtype."""
+    size, dtype = weights.layout, compute_dtype(projected.dtype)
+    inner, _, key, _, heads, _, _, angles = size.projection_widths
+    z, x, BC, dd_dt, dd_A, trap, angle = projected.split((inner, inner, 2 * key, heads, heads, heads, angles), -1)
+    lead = projected.shape[:-1]
+    BC = BC.reshape(*lead, 2, size.rank, size.num_groups, size.state_size).to(dtype)
+    norms = torch.stack((weights.B_norm, weights.C_norm)).to(dtype)
+    dt = F.softplus(dd_dt.to(dtype) + weights.dt_bias, threshold=SOFTPLUS_LINEAR_FROM)
+    return TokenInputs(
+        z=z.to(dtype).reshape(*lead, size.num_heads, size.head_dim),
+        x=x.to(dtype).reshape(*lead, size.num_heads, size.head_dim),
+        BC=rms_norm(BC, norms[:, None, None], weights.norm_eps),
+        dt=dt,
+        A_dt=-decay_rate(dd_A.to(dtype), weights).mul(dt),
+        trapezoid=torch.sigmoid(trap.to(dtype)),
+        angle=angle.to(dtype),
+    )
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x, x.shape[-1:], eps=eps) * weight
+
+
+def decay_rate(dd_A: torch.Tensor, weights: Mamba3Weights) -> torch.Tensor:
+    """-A of the glossary: positive, and never below the floor."""
+    if weights.A_activation == "softplus":
+        rate = F.softplus(dd_A, threshold=SOFTPLUS_LINEAR_FROM)
+    else:  # each half of heavy_tail sees only its own side, so that no gradient meets 1 / (1 - 1)
+        rate = dd_A.clamp(min=0) + (1 - dd_A.clamp(max=0)).reciprocal()
+    return rate.clamp(min=weights.A_floor)
+
+
+def angle_rate(angle: torch.Tensor) -> torch.Tensor:
+    """Radians the angles advance per unit of dt."""
+    return math.pi * torch.tanh(angle)
+
+
+def wrap_angle(theta: torch.Tensor) -> torch.Tensor:
+    """theta modulo 2π, in [0, 2π).
+
+    2π is taken off in two parts, of which the first is exact in any dtype: taken off as the float32 nearest to it, each
+    turn would leave 1.7e-7 behind, always to the same side, and decoding wraps once every few tokens.
+    """
+    turns = torch.floor(theta / (2 * math.pi))
+    wrapped = (theta - turns * TWO_PI_HEAD - turns * (2 * math.pi - TWO_PI_HEAD)).clamp(min=0)
+    return torch.where(wrapped < 2 * math.pi, wrapped, 0)
+
+
+def rotate(vectors: torch.Tensor, theta: torch.Tensor, size: Mamba3Layout) -> torch.Tensor:
+    """Rotate the first pairs of the last dimension (N) of `vectors` by theta (n), broadcast over the leading ones."""
+    n, half = size.num_angles, size.state_size // 2
+    if size.is_mimo:
+        a, b = vectors[..., :n], vectors[..., half : half + n]
+        cos, sin = torch.cos(theta), torch.sin(theta)
+        parts = (a * cos - b * sin, vectors[..., n:half], a * sin + b * cos, vectors[..., half + n :])
+        return torch.cat(parts, -1)
+    rotated = vectors[..., : 2 * n]
+    if size.state_size % 2:  # complex numbers must start at even places
+        rotated = rotated.contiguous()
+    pairs = torch.view_as_complex(rotated.unflatten(-1, (n, 2)))
+    turned = torch.view_as_real(pairs * torch.complex(torch.cos(theta), torch.sin(theta))).flatten(-2)
+    return turned if 2 * n == size.state_size else torch.cat((turned, vectors[..., 2 * n :]), -1)
+
+
+def to_heads(of_groups: torch.Tensor, dim: int, size: Mamba3Layout) -> torch.Tensor:
+    """Repeat each of G groups along `dim` for its heads; a single group is left to broadcast."""
+    return of_groups if size.num_groups == 1 else of_groups.repeat_interleave(size.num_heads // size.num_groups, dim)
+
+
+def key_and_query_bias(weights: Mamba3Weights) -> torch.Tensor:
+    """B_bias and C_bias as one tensor (2, H, R, N)."""
+    return torch.stack((weights.B_bias, weights.C_bias))
+
+
+def gate(y: torch.Tensor, z: torch.Tensor, weights: Mamba3Weights) -> torch.Tensor:
+    """From the read-out y (..., H, R, P), which already holds D's part, and z (..., H, P) to the output (..., H, P)."""
+    if weights.out_norm is not None:
+        y = rms_norm(y, weights.out_norm.to(y.dtype).view(-1, 1, y.shape[-1]), weights.norm_eps)
+    if weights.mimo_z is None:
+        return y.squeeze(-2) * F.silu(z)
+    return (y * F.silu(z.unsqueeze(-2) * weights.mimo_z) * weights.mimo_o).sum(-2)
