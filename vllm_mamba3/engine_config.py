@@ -1,0 +1,117 @@
+"""What vLLM's engine is told about a Mamba-3 model, and what it is asked for and can't have yet.
+
+A setting that would fail at the first request, or give other tokens, is refused at start-up.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import vllm
+from vllm.logger import init_logger
+from vllm.model_executor.models.config import MambaModelConfig
+
+from vllm_mamba3 import __version__
+from vllm_mamba3.checkpoint.config import Mamba3Config
+from vllm_mamba3.checkpoint.tokenizer import set_default_tokenizer
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+logger = init_logger("vllm.plugins.mamba3")
+
+
+class Refused(NamedTuple):
+    """A setting with only some of its values supported: where it is, what the user calls it, what to do."""
+
+    path: str  # from VllmConfig
+    allowed: tuple
+    name: str
+    remedy: str
+
+
+# In this order, so that a setting comes before those that vLLM derives from it.
+REFUSED = (
+    Refused("model_config.runner_type", ("generate",), "pooling", "set --runner generate"),
+    Refused("parallel_config.tensor_parallel_size", (1,), "tensor parallelism", "set --tensor-parallel-size 1"),
+    Refused("parallel_config.pipeline_parallel_size", (1,), "pipeline parallelism", "set --pipeline-parallel-size 1"),
+    Refused(
+        path="parallel_config.decode_context_parallel_size",
+        allowed=(1,),
+        name="decode context parallelism",
+        remedy="set --decode-context-parallel-size 1",
+    ),
+    Refused(
+        path="parallel_config.prefill_context_parallel_size",
+        allowed=(1,),
+        name="prefill context parallelism",
+        remedy="set --prefill-context-parallel-size 1",
+    ),
+    Refused("parallel_config.use_ubatching", (False,), "microbatches", "leave out --enable-dbo and --ubatch-size"),
+    Refused("speculative_config", (None,), "speculative decoding", "leave out --speculative-config"),
+    Refused("lora_config", (None,), "LoRA", "leave out --enable-lora"),
+    Refused("model_config.quantization", (None,), "quantization", "leave out --quantization, use an unquantized model"),
+    Refused("cache_config.kv_offloading_size", (None,), "KV offloading", "leave out --kv-offloading-size"),
+    Refused("kv_transfer_config", (None,), "a KV connector", "leave out --kv-transfer-config"),
+    Refused("cache_config.enable_prefix_caching", (False,), "prefix caching", "set --no-enable-prefix-caching"),
+    Refused("cache_config.mamba_cache_mode", ("none",), "a Mamba cache mode", "leave out --mamba-cache-mode"),
+    Refused("cache_config.use_replayssm", (False,), "ReplaySSM", "leave out --use-replayssm"),
+    Refused(  # of the cache of attention layers: without any, it would change nothing
+        path="cache_config.cache_dtype",
+        allowed=("auto", "bfloat16", "float16"),
+        name="a KV cache dtype",
+        remedy="set --kv-cache-dtype auto",
+    ),
+    # The ssm and angle states are float32, since 16 bits lose accuracy token by token; k and v have the model's dtype.
+    Refused("cache_config.mamba_cache_dtype", ("auto",), "another state dtype", "set --mamba-cache-dtype auto"),
+    Refused(
+        path="cache_config.mamba_ssm_cache_dtype",
+        allowed=("auto", "float32"),
+        name="another ssm state dtype",
+        remedy="set --mamba-ssm-cache-dtype float32",
+    ),
+)
+
+
+class Mamba3EngineConfig(MambaModelConfig):
+    """vLLM calls these two once each when it puts its configuration together."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: "ModelConfig") -> None:
+        """Checks the checkpoint's config as hf_overrides left it, and chooses the tokenizer.
+
+        Raises:
+            ValueError: an override is unknown or impossible, or there is no tokenizer to be had.
+        """
+        config = model_config.hf_config
+        if not isinstance(config, Mamba3Config):
+            raise ValueError(
+                f"{model_config.model}: a Mamba-3 checkpoint of mamba_ssm's schema was expected, and its config.json "
+                f"was read as {type(config).__name__}."
+            )
+        config.validate()
+        # The line that registering logs is lost in the process that has not set up its logging by then.
+        logger.info("Mamba-3 model by vllm-mamba3 %s, with vLLM %s", __version__, vllm.__version__)
+        set_default_tokenizer(model_config)
+
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: "VllmConfig") -> None:
+        """Refuses what can't work; then vLLM's own settings for Mamba models (one state block a sequence).
+
+        Raises:
+            ValueError: names the setting, its value, and what to change.
+        """
+        for setting in REFUSED:
+            value = _read(vllm_config, setting.path)
+            if value not in setting.allowed:
+                shown = repr(value) if isinstance(value, (bool, int, str)) else "set"
+                raise ValueError(
+                    f"Mamba-3 models do not support {setting.name} yet ({setting.path} is {shown}): {setting.remedy}."
+                )
+        vllm_config.cache_config.mamba_ssm_cache_dtype = "float32"  # what "auto" means here; vLLM's CPU wants it said
+        super().verify_and_update_config(vllm_config)
+
+
+def _read(vllm_config: "VllmConfig", path: str):
+    value = vllm_config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
