@@ -34,21 +34,21 @@ class TokenInputs(NamedTuple):
 
 def prepare(projected: torch.Tensor, weights: Mamba3Weights) -> TokenInputs:
     """Split rows of the fused projection (..., d_in_proj) and apply activations and norms, in the compute dtype."""
-    size, dtype = weights.layout, compute_dtype(projected.dtype)
+    size, lead = weights.layout, projected.shape[:-1]
     inner, _, key, _, heads, _, _, angles = size.projection_widths
-    z, x, BC, dd_dt, dd_A, trap, angle = projected.split((inner, inner, 2 * key, heads, heads, heads, angles), -1)
-    lead = projected.shape[:-1]
-    BC = BC.reshape(*lead, 2, size.rank, size.num_groups, size.state_size).to(dtype)
-    norms = torch.stack((weights.B_norm, weights.C_norm)).to(dtype)
-    dt = F.softplus(dd_dt.to(dtype) + weights.dt_bias, threshold=SOFTPLUS_LINEAR_FROM)
+    z, x, BC, dd_dt, dd_A, trap, angle = projected.to(compute_dtype(projected.dtype)).split(
+        (inner, inner, 2 * key, heads, heads, heads, angles), -1)
+    norms = torch.stack((weights.B_norm, weights.C_norm))
+    dt = F.softplus(dd_dt + weights.dt_bias, threshold=SOFTPLUS_LINEAR_FROM)
     return TokenInputs(
-        z=z.to(dtype).reshape(*lead, size.num_heads, size.head_dim),
-        x=x.to(dtype).reshape(*lead, size.num_heads, size.head_dim),
-        BC=rms_norm(BC, norms[:, None, None], weights.norm_eps),
+        z=z.unflatten(-1, (size.num_heads, size.head_dim)),
+        x=x.unflatten(-1, (size.num_heads, size.head_dim)),
+        BC=rms_norm(BC.reshape(*lead, 2, size.rank, size.num_groups, size.state_size), norms[:, None, None],
+                    weights.norm_eps),
         dt=dt,
-        A_dt=-decay_rate(dd_A.to(dtype), weights).mul(dt),
-        trapezoid=torch.sigmoid(trap.to(dtype)),
-        angle=angle.to(dtype),
+        A_dt=-decay_rate(dd_A, weights).mul(dt),
+        trapezoid=torch.sigmoid(trap),
+        angle=angle,
     )
 
 
@@ -76,9 +76,9 @@ def wrap_angle(theta: torch.Tensor) -> torch.Tensor:
     2π is taken off in two parts, of which the first is exact in any dtype: taken off as the float32 nearest to it, each
     turn would leave 1.7e-7 behind, always to the same side, and decoding wraps once every few tokens.
     """
-    turns = torch.floor(theta / (2 * math.pi))
-    wrapped = (theta - turns * TWO_PI_HEAD - turns * (2 * math.pi - TWO_PI_HEAD)).clamp(min=0)
-    return torch.where(wrapped < 2 * math.pi, wrapped, 0)
+    turns = torch.floor(theta * (1 / (2 * math.pi)))
+    wrapped = theta.sub(turns, alpha=TWO_PI_HEAD).sub(turns, alpha=2 * math.pi - TWO_PI_HEAD)
+    return wrapped.clamp(0, 2 * math.pi * (1 - torch.finfo(theta.dtype).eps))
 
 
 def rotate(vectors: torch.Tensor, theta: torch.Tensor, size: Mamba3Layout) -> torch.Tensor:
@@ -97,14 +97,12 @@ def rotate(vectors: torch.Tensor, theta: torch.Tensor, size: Mamba3Layout) -> to
     return turned if 2 * n == size.state_size else torch.cat((turned, vectors[..., 2 * n :]), -1)
 
 
-def to_heads(of_groups: torch.Tensor, dim: int, size: Mamba3Layout) -> torch.Tensor:
-    """Repeat each of G groups along `dim` for its heads; a single group is left to broadcast."""
-    return of_groups if size.num_groups == 1 else of_groups.repeat_interleave(size.num_heads // size.num_groups, dim)
-
-
-def key_and_query_bias(weights: Mamba3Weights) -> torch.Tensor:
-    """B_bias and C_bias as one tensor (2, H, R, N)."""
-    return torch.stack((weights.B_bias, weights.C_bias))
+def add_bias(BC: torch.Tensor, weights: Mamba3Weights) -> torch.Tensor:
+    """B and C of each head, before rotation: from (2, ..., R, G, N) of the groups to (2, ..., H, R, N)."""
+    size = weights.layout
+    bias = torch.stack((weights.B_bias, weights.C_bias)).unflatten(1, (size.num_groups, -1))  # (2, G, H/G, R, N)
+    bias = bias.view(2, *(BC.dim() - 4) * (1,), *bias.shape[1:])
+    return (BC.transpose(-2, -3).unsqueeze(-3) + bias).flatten(-4, -3)
 
 
 def gate(y: torch.Tensor, z: torch.Tensor, weights: Mamba3Weights) -> torch.Tensor:

@@ -36,7 +36,7 @@ def register_all() -> None:
     try:
         first_time = _register_config_parser(refusal)
     except Exception as error:
-        logger.warning(refusal or "vllm-mamba3 could not register with vLLM: %r", error)
+        logger.warning("vllm-mamba3 %s is not registered. %s (%r)", __version__, refusal or "", error)
         return
     if first_time and refusal is None:
         logger.info("vllm-mamba3 %s registered with vLLM %s", __version__, vllm.__version__)

@@ -17,12 +17,11 @@ import torch
 from vllm_mamba3.kernels.layout import Mamba3States, Mamba3Weights, compute_dtype
 from vllm_mamba3.kernels.torch_math import (
     TokenInputs,
+    add_bias,
     angle_rate,
     gate,
-    key_and_query_bias,
     prepare,
     rotate,
-    to_heads,
     wrap_angle,
 )
 
@@ -119,8 +118,7 @@ def scan_inputs(inputs: TokenInputs, weights: Mamba3Weights, lengths: Sequence[i
 
     # Head by head from here on: (C, H, L, R, N or P), so that the matrix products below see plain batches.
     theta, final_angle = running_angle(angle, dt, initial, plan)
-    BC = to_heads(BC.permute(2, 0, 4, 1, 3, 5), 2, size) + key_and_query_bias(weights)[:, None, :, None]
-    k, q = rotate(BC, theta[:, :, :, None], size)
+    k, q = rotate(add_bias(BC.permute(2, 0, 1, 3, 4, 5), weights).transpose(2, 3), theta[:, :, :, None], size)
     k = k.to(kv_dtype).to(dtype)
     v = x.transpose(1, 2).unsqueeze(-2)
     v = v if weights.mimo_x is None else v * weights.mimo_x[:, None]

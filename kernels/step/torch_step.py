@@ -1,64 +1,114 @@
 """The step in plain PyTorch: one token for each of many sequences, in place. Mirrors `kernels/reference.py`.
 
-Nothing here depends on values, so that it runs in a CUDA graph: a padding row computes from zeros and, when it writes,
-writes back what its slot holds.
+On a GPU nothing depends on values, so that it runs in a CUDA graph: a padding row computes from zeros and, when it
+writes, writes back what its slot holds. On a CPU padding is left out, and the ssm state, by far the largest tensor of a
+step, is updated where it lies: gathering it and putting it back takes about as long as the update.
 """
+
+from typing import NamedTuple
 
 import torch
 
 from vllm_mamba3.kernels.layout import Mamba3States, Mamba3Weights, compute_dtype
-from vllm_mamba3.kernels.torch_math import (
-    angle_rate,
-    gate,
-    key_and_query_bias,
-    prepare,
-    rotate,
-    to_heads,
-    wrap_angle,
-)
+from vllm_mamba3.kernels.torch_math import TokenInputs, add_bias, angle_rate, gate, prepare, rotate, wrap_angle
+
+
+class Update(NamedTuple):
+    """What one token does to the ssm state of each head, S ← alpha S + values keys, and what it reads from it, S q.
+
+    alpha (S, H, 1, 1), values (S, H, P, 2R), keys (S, H, 2R, N), q (S, H, R, N): the token's own R values and keys and
+    the previous token's R, as one product.
+    """
+
+    alpha: torch.Tensor
+    values: torch.Tensor
+    keys: torch.Tensor
+    q: torch.Tensor
 
 
 def torch_step(projected: torch.Tensor, weights: Mamba3Weights, pools: Mamba3States, slots: torch.Tensor,
                has_initial_state: torch.Tensor | None, out: torch.Tensor) -> None:
     """`mamba3_step`, without its checks."""
+    run = _step_where_it_lies if projected.device.type == "cpu" else _step_gathered
+    run(projected, weights.to(compute_dtype(projected.dtype)), pools, slots, has_initial_state, out)
+
+
+def _step_where_it_lies(projected, weights, pools, slots, has_initial_state, out):
+    live = [row for row, slot in enumerate(slots.tolist()) if slot > 0]
+    padded = len(live) < len(slots)
+    if padded:
+        out.zero_()
+        if not live:
+            return
+        live = torch.tensor(live)
+        projected, slots = projected[live], slots[live]
+        has_initial_state = None if has_initial_state is None else has_initial_state[live]
+    slots = slots.long()
+    angle, k, v = (pool.index_select(0, slots) for pool in (pools.angle, pools.k, pools.v))
+    ssm = [pools.ssm[slot] for slot in slots.tolist()]
+    if has_initial_state is not None:
+        fresh = ~has_initial_state
+        for sequence in fresh.nonzero().flatten().tolist():
+            ssm[sequence].zero_()
+        angle, k, v = (state.masked_fill_(_over(fresh, state), 0) for state in (angle, k, v))
+
+    inputs = prepare(projected, weights)
+    update, angle, k = token_update(inputs, weights, angle, k, v)
+    y = torch.stack([update_ssm(*of_sequence) for of_sequence in zip(ssm, *update)])
+    result = read_out(y, inputs, weights)
+    if padded:
+        out.index_copy_(0, live, result.to(out.dtype))
+    else:
+        out.copy_(result)
+    for pool, state in zip((pools.angle, pools.k, pools.v), (angle, k, inputs.x)):
+        pool.index_copy_(0, slots, state.to(pool.dtype))
+
+
+def _step_gathered(projected, weights, pools, slots, has_initial_state, out):
     live = slots > 0
     rows = slots.clamp(min=0).long()
-    before = Mamba3States(*(pool[rows] for pool in pools))
+    before = Mamba3States(*(pool.index_select(0, rows) for pool in pools))
     fresh = ~live if has_initial_state is None else ~(live & has_initial_state)
-    states = Mamba3States(*(state.masked_fill(over(fresh, state), 0) for state in before))
-    y, states = step_rows(projected, weights.to(compute_dtype(projected.dtype)), states)
-    out.copy_(y.masked_fill(~live[:, None], 0))
-    for pool, state, old in zip(pools, states, before):
-        pool.index_copy_(0, rows, torch.where(over(live, state), state.to(pool.dtype), old))
+    angle, ssm, k, v = (state.masked_fill(_over(fresh, state), 0) for state in before)
+
+    inputs = prepare(projected, weights)
+    update, angle, k = token_update(inputs, weights, angle, k, v)
+    y = update_ssm(ssm.flatten(0, 1), *(part.flatten(0, 1) for part in update)).unflatten(0, ssm.shape[:2])
+    out.copy_(read_out(y, inputs, weights).masked_fill(~live[:, None], 0))
+    for pool, state, old in zip(pools, (angle, ssm, k, inputs.x), before):
+        pool.index_copy_(0, rows, torch.where(_over(live, state), state.to(pool.dtype), old))
 
 
-def over(rows: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+def _over(rows: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     """A mask of rows, shaped to broadcast over a state's other dimensions."""
     return rows.view(-1, *(state.dim() - 1) * (1,))
 
 
-def step_rows(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3States):
-    """One token for each row of projected (S, d_in_proj) and of the states: the output (S, H·P) and the new states."""
-    size, inputs = weights.layout, prepare(projected, weights)
+def token_update(inputs: TokenInputs, weights: Mamba3Weights, angle: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+    """From a token of each sequence and the states angle, k and v before it: its `Update`, and angle and k after it."""
     dt, gamma = inputs.dt, inputs.trapezoid * inputs.dt
     alpha = torch.exp(inputs.A_dt)
     beta = (dt - gamma) * alpha
-
-    theta = wrap_angle(torch.addcmul(states.angle, angle_rate(inputs.angle).unsqueeze(1), dt.unsqueeze(-1)))
-    BC = to_heads(inputs.BC.permute(1, 0, 3, 2, 4), 2, size) + key_and_query_bias(weights)[:, None]
-    k, q = rotate(BC, theta.unsqueeze(2), size)  # (S, H, R, N)
-    k_state = k.to(states.k.dtype)
-
-    # Both rank-R updates as one product of (P, 2R) and (2R, N): this token's values and keys, and the last token's.
-    now, last = inputs.x.unsqueeze(2), states.v.to(dt.dtype).unsqueeze(2)
-    v = torch.stack((now * gamma[..., None, None], last * beta[..., None, None]), 2)  # (S, H, 2, 1, P)
+    angle = wrap_angle(torch.addcmul(angle, angle_rate(inputs.angle).unsqueeze(1), dt.unsqueeze(-1)))
+    own_k, q = rotate(add_bias(inputs.BC.transpose(0, 1), weights), angle.unsqueeze(2), weights.layout)  # (S, H, R, N)
+    own_k = own_k.to(k.dtype).transpose(1, 2)
+    keys = torch.stack((own_k, k), 1).to(dt.dtype)  # (S, 2, R, H, N)
+    values = torch.stack((inputs.x * gamma.unsqueeze(-1), v * beta.unsqueeze(-1)), 1)  # (S, 2, H, P)
+    values = values.transpose(1, 2).unsqueeze(3)
     if weights.mimo_x is not None:
-        now, v = now * weights.mimo_x, v * weights.mimo_x.unsqueeze(1)
-    keys = torch.stack((k_state, states.k.transpose(1, 2)), 2).to(dt.dtype)  # (S, H, 2, R, N)
-    ssm = states.ssm.to(dt.dtype) * alpha[..., None, None]
-    ssm = torch.baddbmm(ssm.flatten(0, 1), v.flatten(2, 3).flatten(0, 1).transpose(1, 2), keys.flatten(2, 3).flatten(0, 1))
+        values = values * weights.mimo_x.unsqueeze(1)
+    update = Update(alpha[..., None, None], values.flatten(2, 3).transpose(2, 3), keys.flatten(1, 2).transpose(1, 2), q)
+    return update, angle, own_k
 
-    y = torch.bmm(q.flatten(0, 1), ssm.transpose(1, 2)).view(now.shape)
-    y = torch.addcmul(y, now, weights.D[:, None, None])
-    out = gate(y, inputs.z, weights).flatten(1)
-    return out, Mamba3States(theta, ssm.view(states.ssm.shape), k_state.transpose(1, 2), inputs.x)
+
+def update_ssm(ssm: torch.Tensor, alpha: torch.Tensor, values: torch.Tensor, keys: torch.Tensor, q: torch.Tensor):
+    """Apply an `Update` to ssm (..., P, N), three-dimensional and in place; returns S q, (..., R, P)."""
+    ssm.mul_(alpha).baddbmm_(values, keys)
+    return torch.bmm(q, ssm.transpose(1, 2))
+
+
+def read_out(y: torch.Tensor, inputs: TokenInputs, weights: Mamba3Weights) -> torch.Tensor:
+    """From S q (S, H, R, P) to the output (S, H·P)."""
+    x = inputs.x.unsqueeze(2)
+    x = x if weights.mimo_x is None else x * weights.mimo_x
+    return gate(torch.addcmul(y, x, weights.D[:, None, None]), inputs.z, weights).flatten(1)

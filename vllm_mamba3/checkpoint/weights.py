@@ -50,7 +50,7 @@ def checkpoint_tensors(config: Mamba3Config) -> dict[str, tuple[int, ...]]:
             "mlp.fc2.weight": (hidden, config.intermediate_size),
         }
     vocabulary = (config.padded_vocab_size, hidden)
-    tensors = {"backbone.embedding.weight": vocabulary, "backbone.norm_f.weight": (hidden,), "lm_head.weight": vocabulary}
+    tensors = {"backbone.embedding.weight": vocabulary, "lm_head.weight": vocabulary, "backbone.norm_f.weight": (hidden,)}
     for index in range(config.num_hidden_layers):
         tensors |= {f"backbone.layers.{index}.{name}": shape for name, shape in layer.items()}
     return tensors

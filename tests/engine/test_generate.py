@@ -1,0 +1,92 @@
+"""LLM.generate against a forward written with the reference alone: the same tokens, and their log-probabilities."""
+
+import random
+
+import engines
+import pytest
+import torch
+from independent_model import IndependentModel
+from random_checkpoints import config_dict, write_checkpoint
+
+LENGTHS = (1, 1, 2, 47, 48, 49, 64, 65, 100, 300)  # the token budget of a step is 48
+MAX_TOKENS = 6
+
+# Every choice that a config leaves: between them they cover it.
+MODELS = {
+    "siso": config_dict(),
+    "siso, no mlp, untied, heads in groups of 2": config_dict(
+        {"ngroups": 4}, d_intermediate=0, tie_embeddings=False, pad_vocab_size_multiple=1
+    ),
+    "siso, output norm, full rotation, a group a head, odd sizes": config_dict(
+        {"is_outproj_norm": True, "rope_fraction": 1.0, "ngroups": 9, "headdim": 6, "d_state": 22}, d_model=27
+    ),
+    "siso, three heads and three angles": config_dict(
+        {"headdim": 7, "d_state": 6, "rope_fraction": 1.0, "expand": 1}, d_model=21
+    ),
+    "siso, residual as the model": config_dict(residual_in_fp32=False, fused_add_norm=False),
+    "mimo": config_dict({"is_mimo": True, "mimo_rank": 4, "chunk_size": 16}, fused_add_norm=False),
+    "mimo, output norm, 2 groups, no mlp, untied": config_dict(
+        {"is_mimo": True, "mimo_rank": 2, "is_outproj_norm": True, "ngroups": 2}, d_intermediate=0, tie_embeddings=False
+    ),
+    "mimo, rank 3, full rotation, odd head size": config_dict(
+        {"is_mimo": True, "mimo_rank": 3, "rope_fraction": 1.0, "headdim": 5, "d_state": 20}, d_model=20
+    ),
+    "mimo, rank 1": config_dict({"is_mimo": True, "mimo_rank": 1}),
+}
+
+
+def prompts_of(config, seed=0):
+    draw = random.Random(seed)
+    return [[draw.randrange(config["vocab_size"]) for _ in range(length)] for length in LENGTHS]
+
+
+def check(model: IndependentModel, prompts, completions, tolerance: float):
+    """Each token is the reference's greedy choice after those before it, at the same log-probabilities."""
+    for prompt, completion in zip(prompts, completions):
+        tokens = list(completion.token_ids)
+        expected = model.logits(prompt + tokens)[len(prompt) - 1 : -1].log_softmax(-1)
+        assert len(tokens) == MAX_TOKENS and tokens == expected.argmax(-1).tolist()
+        for position, told in enumerate(completion.logprobs):
+            for token, entry in told.items():
+                assert abs(entry.logprob - expected[position, token].item()) < tolerance
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_float32_model_gives_the_references_tokens(name, tmp_path):
+    config = MODELS[name]
+    checkpoint = write_checkpoint(tmp_path, config)
+    prompts, model = prompts_of(config), IndependentModel(checkpoint)
+    # 16 pages for 10 prompts at once and 10 in a row: pages change hands, and some are left to nobody
+    with engines.engine(checkpoint, dtype="float32", num_gpu_blocks_override=16) as llm:
+        check(model, prompts, engines.generate(llm, prompts, MAX_TOKENS), 1e-4)
+        check(model, prompts, engines.generate(llm, prompts, MAX_TOKENS, together=False), 1e-4)
+        assert engines.null_block_is_untouched(llm)
+
+
+def test_softplus_through_hf_overrides(tmp_path):
+    config = config_dict()
+    checkpoint = write_checkpoint(tmp_path, config)
+    prompts = prompts_of(config)
+    with engines.engine(checkpoint, dtype="float32", hf_overrides={"A_activation": "softplus"}) as llm:
+        completions = engines.generate(llm, prompts, MAX_TOKENS)
+    check(IndependentModel(checkpoint, A_activation="softplus"), prompts, completions, 1e-4)
+    with pytest.raises(AssertionError):
+        check(IndependentModel(checkpoint), prompts, completions, 1e-4)
+
+
+# A 16-bit model rounds each layer's inputs and outputs; the bound is four times what was seen.
+@pytest.mark.parametrize("dtype, bound", [("bfloat16", 0.2), ("float16", 0.03)])
+@pytest.mark.parametrize("ssm", [{}, {"is_mimo": True, "mimo_rank": 4}], ids=["siso", "mimo"])
+def test_16_bit_model_stays_near_the_reference(ssm, dtype, bound, tmp_path):
+    config = config_dict(ssm)
+    checkpoint = write_checkpoint(tmp_path, config, dtype=getattr(torch, dtype))
+    prompts, model = prompts_of(config), IndependentModel(checkpoint)
+    with engines.engine(checkpoint, dtype=dtype, num_gpu_blocks_override=16) as llm:
+        alone = engines.generate(llm, prompts, MAX_TOKENS, together=False)
+        for completions in (alone, engines.generate(llm, prompts, MAX_TOKENS)):
+            for prompt, completion in zip(prompts, completions):
+                expected = model.logits(prompt + list(completion.token_ids))[len(prompt) - 1 : -1].log_softmax(-1)
+                for position, told in enumerate(completion.logprobs):
+                    for token, entry in told.items():
+                        assert abs(entry.logprob - expected[position, token].item()) < bound
+        assert engines.null_block_is_untouched(llm)
