@@ -40,17 +40,6 @@ def prompts_of(config, seed=0):
     return [[draw.randrange(config["vocab_size"]) for _ in range(length)] for length in LENGTHS]
 
 
-def check(model: IndependentModel, prompts, completions, tolerance: float):
-    """Each token is the reference's greedy choice after those before it, at the same log-probabilities."""
-    for prompt, completion in zip(prompts, completions):
-        tokens = list(completion.token_ids)
-        expected = model.logits(prompt + tokens)[len(prompt) - 1 : -1].log_softmax(-1)
-        assert len(tokens) == MAX_TOKENS and tokens == expected.argmax(-1).tolist()
-        for position, told in enumerate(completion.logprobs):
-            for token, entry in told.items():
-                assert abs(entry.logprob - expected[position, token].item()) < tolerance
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_float32_model_gives_the_references_tokens(name, tmp_path):
     config = MODELS[name]
@@ -58,8 +47,8 @@ def test_float32_model_gives_the_references_tokens(name, tmp_path):
     prompts, model = prompts_of(config), IndependentModel(checkpoint)
     # 16 pages for 10 prompts at once and 10 in a row: pages change hands, and some are left to nobody
     with engines.engine(checkpoint, dtype="float32", num_gpu_blocks_override=16) as llm:
-        check(model, prompts, engines.generate(llm, prompts, MAX_TOKENS), 1e-4)
-        check(model, prompts, engines.generate(llm, prompts, MAX_TOKENS, together=False), 1e-4)
+        engines.compare(model, prompts, engines.generate(llm, prompts, MAX_TOKENS), 1e-4)
+        engines.compare(model, prompts, engines.generate(llm, prompts, MAX_TOKENS, together=False), 1e-4)
         assert engines.null_block_is_untouched(llm)
 
 
@@ -69,9 +58,9 @@ def test_softplus_through_hf_overrides(tmp_path):
     prompts = prompts_of(config)
     with engines.engine(checkpoint, dtype="float32", hf_overrides={"A_activation": "softplus"}) as llm:
         completions = engines.generate(llm, prompts, MAX_TOKENS)
-    check(IndependentModel(checkpoint, A_activation="softplus"), prompts, completions, 1e-4)
+    engines.compare(IndependentModel(checkpoint, A_activation="softplus"), prompts, completions, 1e-4)
     with pytest.raises(AssertionError):
-        check(IndependentModel(checkpoint), prompts, completions, 1e-4)
+        engines.compare(IndependentModel(checkpoint), prompts, completions, 1e-4)
 
 
 # A 16-bit model rounds each layer's inputs and outputs; the bound is four times what was seen.
@@ -83,10 +72,6 @@ def test_16_bit_model_stays_near_the_reference(ssm, dtype, bound, tmp_path):
     prompts, model = prompts_of(config), IndependentModel(checkpoint)
     with engines.engine(checkpoint, dtype=dtype, num_gpu_blocks_override=16) as llm:
         alone = engines.generate(llm, prompts, MAX_TOKENS, together=False)
-        for completions in (alone, engines.generate(llm, prompts, MAX_TOKENS)):
-            for prompt, completion in zip(prompts, completions):
-                expected = model.logits(prompt + list(completion.token_ids))[len(prompt) - 1 : -1].log_softmax(-1)
-                for position, told in enumerate(completion.logprobs):
-                    for token, entry in told.items():
-                        assert abs(entry.logprob - expected[position, token].item()) < bound
+        engines.compare(model, prompts, alone, bound, same_tokens=False)
+        engines.compare(model, prompts, engines.generate(llm, prompts, MAX_TOKENS), bound, same_tokens=False)
         assert engines.null_block_is_untouched(llm)

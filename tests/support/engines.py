@@ -14,7 +14,9 @@ NAN_BYTE = -1  # a float of any width made of bytes 0xff is a NaN
 def engine(checkpoint: Path, **settings) -> Iterator:
     """An `LLM` for the checkpoint, with every byte of every state page set to NaN_BYTE before its first request."""
     from vllm import LLM
+    from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 
+    set_cudagraph_capturing_enabled(True)  # the last engine of this process left it off for good
     defaults = dict(max_model_len=512, max_num_batched_tokens=48, max_num_seqs=8, skip_tokenizer_init=True, seed=0)
     llm = LLM(model=str(checkpoint), **(defaults | settings))
     try:
@@ -27,18 +29,26 @@ def engine(checkpoint: Path, **settings) -> Iterator:
 
 
 def pages(llm) -> list[torch.Tensor]:
-    """The state pages, one tensor a layer with the block as first dimension."""
+    """The bytes of the state pages of each layer: (blocks, page) int8."""
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    return worker.model_runner.kv_caches
+    layers = worker.model_runner.vllm_config.compilation_config.static_forward_context.values()
+    views = []
+    for layer in layers:
+        first, *_, last = layer.kv_cache
+        page = first.stride(0) * first.itemsize
+        assert last.stride(0) * last.itemsize == page
+        whole = torch.empty(0, dtype=torch.int8, device=first.device).set_(first.untyped_storage())
+        views.append(whole.as_strided((first.shape[0], page), (page, 1), first.storage_offset() * first.itemsize))
+    return views
 
 
 def fill_pages_with_nan(llm) -> None:
     for layer in pages(llm):
-        layer.view(torch.int8).fill_(NAN_BYTE)
+        layer.fill_(NAN_BYTE)
 
 
 def null_block_is_untouched(llm) -> bool:
-    return all(bool((layer[0].view(torch.int8) == NAN_BYTE).all()) for layer in pages(llm))
+    return all(bool((layer[0] == NAN_BYTE).all()) for layer in pages(llm))
 
 
 def generate(llm, prompts: list[list[int]], max_tokens: int, together: bool = True, logprobs: int | None = 5):
@@ -49,3 +59,18 @@ def generate(llm, prompts: list[list[int]], max_tokens: int, together: bool = Tr
     calls = [prompts] if together else [[prompt] for prompt in prompts]
     outputs = [llm.generate([{"prompt_token_ids": p} for p in call], params, use_tqdm=False) for call in calls]
     return [request.outputs[0] for call in outputs for request in call]
+
+
+def compare(model, prompts: list[list[int]], completions, tolerance: float, same_tokens: bool = True) -> None:
+    """Each token must be the independent model's greedy choice after those before it, at the same log-probabilities."""
+    largest = 0.0
+    for prompt, completion in zip(prompts, completions, strict=True):
+        tokens = list(completion.token_ids)
+        expected = model.logprobs_after(prompt, tokens)
+        assert not same_tokens or tokens == expected.argmax(-1).tolist()
+        for position, told in enumerate(completion.logprobs):
+            for token, entry in told.items():
+                difference = abs(entry.logprob - expected[position, token].item())
+                largest = max(largest, difference if difference == difference else float("inf"))
+    print(f"largest difference of log-probabilities: {largest:.1e}")
+    assert largest < tolerance

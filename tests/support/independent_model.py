@@ -16,11 +16,12 @@ from vllm_mamba3.kernels.reference import reference
 class IndependentModel:
     """Logits of every position of a prompt; in float32 unless told otherwise."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, A_activation: str = "heavy_tail"):
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, A_activation: str = "heavy_tail",
+                 device: str = "cpu"):
         self.config = json.loads((folder / "config.json").read_text())
-        tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
+        tensors = torch.load(folder / "pytorch_model.bin", weights_only=True, map_location=device)
         self.tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-        self.dtype, self.A_activation = dtype, A_activation
+        self.dtype, self.A_activation, self.device = dtype, A_activation, device
         ssm = self.config["ssm_cfg"]
         heads = int(ssm.get("expand", 2) * self.config["d_model"]) // ssm["headdim"]
         mimo = ssm.get("is_mimo", False)
@@ -44,7 +45,7 @@ class IndependentModel:
     @torch.no_grad()
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """(positions, vocab_size): what follows each position."""
-        residual = F.embedding(torch.tensor(token_ids), self.tensors["backbone.embedding.weight"])
+        residual = F.embedding(torch.tensor(token_ids, device=self.device), self.tensors["backbone.embedding.weight"])
         for layer in range(self.config["n_layer"]):
             prefix = f"backbone.layers.{layer}"
             projected = self.norm(residual, f"{prefix}.norm.weight") @ self.tensors[f"{prefix}.mixer.in_proj.weight"].T
@@ -58,10 +59,7 @@ class IndependentModel:
         logits = self.norm(residual, "backbone.norm_f.weight") @ self.tensors[head].T
         return logits[:, : self.config["vocab_size"]]
 
-    def greedy(self, prompt: list[int], max_tokens: int) -> tuple[list[int], torch.Tensor]:
-        """The greedy continuation, and the log-probabilities (max_tokens, vocab_size) it was chosen from."""
-        tokens, logprobs = list(prompt), []
-        for _ in range(max_tokens):
-            logprobs.append(self.logits(tokens)[-1].log_softmax(-1))
-            tokens.append(int(logprobs[-1].argmax()))
-        return tokens[len(prompt) :], torch.stack(logprobs)
+    def logprobs_after(self, prompt: list[int], continuation: list[int]) -> torch.Tensor:
+        """What each token of the continuation was chosen from: (len(continuation), vocab_size), on the CPU."""
+        logits = self.logits(prompt + continuation)[len(prompt) - 1 : -1]
+        return logits.float().log_softmax(-1).cpu()

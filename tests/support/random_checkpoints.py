@@ -31,7 +31,7 @@ def random_tensors(config: dict[str, Any], dtype: torch.dtype, seed: int = 0) ->
         elif "norm" in name or name.endswith((".D", "_bias")) or ".mimo_" in name:
             values = 1 + 0.3 * values
         elif name.endswith("embedding.weight") or name == "lm_head.weight":
-            values = values * 0.5
+            values = values * 3 * shape[-1] ** -0.5  # of a normed hidden state these make logits of 3 or so
         else:
             values = values * shape[-1] ** -0.5 * 1.5
         tensors[name] = values.to(dtype)
