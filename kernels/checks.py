@@ -13,8 +13,8 @@ def check_call(operation: str, projected: torch.Tensor, weights: Mamba3Weights, 
     size = weights.layout
     if projected.dim() != 2:
         raise ValueError(
-            f"{operation} takes the fused projection as a 2-D tensor (rows, d_in_proj = {size.projection_size}), and got "
-            f"a {projected.dim()}-D tensor of shape {tuple(projected.shape)}; {_advice(operation)}"
+            f"{operation} takes the fused projection as a 2-D tensor (rows, d_in_proj = {size.projection_size}), and "
+            f"got a {projected.dim()}-D tensor of shape {tuple(projected.shape)}; {_advice(operation)}"
         )
     rows = projected.shape[0]
     expect(operation, "projected", projected, (rows, size.projection_size), MODEL_DTYPES)
@@ -30,17 +30,32 @@ def check_call(operation: str, projected: torch.Tensor, weights: Mamba3Weights, 
     expect(operation, "slots", slots, (sequences,), (torch.int32,), projected.device)
     if has_initial_state is not None:
         expect(operation, "has_initial_state", has_initial_state, (sequences,), (torch.bool,), projected.device)
-    # On a GPU reading the slots back would wait for the device.
-    if slots.device.type == "cpu" and sequences and int(slots.max()) >= num_slots:
-        raise ValueError(f"{operation} got slot {int(slots.max())}, and the pools have {num_slots} slots")
+    for name, tensor in zip(weights.TENSORS, weights.tensors()):
+        if tensor is not None and tensor.device != projected.device:
+            raise ValueError(f"{operation} expects the weights on {projected.device}, where projected is, and got "
+                             f"{name} on {tensor.device}")
+    if can_be_read(slots):
+        used = [slot for slot in slots.tolist() if slot > 0]
+        if used and max(used) >= num_slots:
+            raise ValueError(f"{operation} got slot {max(used)}, and the pools have {num_slots} slots")
+        if len(set(used)) < len(used):
+            twice = next(slot for slot in used if used.count(slot) > 1)
+            raise ValueError(f"{operation} expects a slot of its own for each sequence, and got slot {twice} twice")
+
+
+def can_be_read(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values can be checked: not on a GPU, which would have to be waited for, nor while tracing."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def expect(operation: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...],
            device: torch.device | None = None) -> None:
     """Refuse a tensor of another shape (-1: any 1-D length), dtype or device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{operation} expects {name} to be a tensor, and got {tensor!r}")
     if tuple(tensor.shape) != shape:
-        meant = "a 1-D tensor" if -1 in shape else f"shape {shape}"
-        raise ValueError(f"{operation} expects {name} to have {meant}, and got shape {tuple(tensor.shape)}")
+        meant = "be a 1-D tensor" if -1 in shape else f"have shape {shape}"
+        raise ValueError(f"{operation} expects {name} to {meant}, and got shape {tuple(tensor.shape)}")
     if tensor.dtype not in dtypes:
         meant = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{operation} expects {name} in {meant}, and got {str(tensor.dtype).removeprefix('torch.')}")

@@ -3,7 +3,7 @@
 Symbols are explained once, in the glossary of `reference.py`.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -98,10 +98,10 @@ class Mamba3Weights:
     """The weights of one layer between in_proj and out_proj; made once, after loading.
 
     Shapes: dt_bias (H,), D (H,), B_bias and C_bias (H, R, N), B_norm and C_norm (N,); for MIMO also mimo_x, mimo_z and
-    mimo_o (H, R, P); with is_outproj_norm also out_norm (H·P,). All are of a floating dtype, on one device.
-    `A_floor` bounds the decay rate, A <= -A_floor; `A_activation` maps dd_A to it.
+    mimo_o (H, R, P); with is_outproj_norm also out_norm (H·P,). All are of a floating dtype, on one
+    device. `A_floor` bounds the decay rate, A <= -A_floor; `A_activation` maps dd_A to it.
 
-    Raises ValueError for a missing, surplus or misshapen tensor.
+    Raises ValueError for a missing, surplus or misshapen tensor, or one that is not of a floating dtype.
     """
 
     layout: Mamba3Layout
@@ -132,6 +132,8 @@ class Mamba3Weights:
             found = None if tensor is None else tuple(tensor.shape)
             if found != shape:
                 raise ValueError(f"{name} has shape {found}, where {shape} is meant")
+            if tensor is not None and not tensor.is_floating_point():
+                raise ValueError(f"{name} has dtype {tensor.dtype}, where a floating dtype is meant")
         if self.A_activation not in ("heavy_tail", "softplus"):
             raise ValueError(f"A_activation is {self.A_activation!r}; it must be 'heavy_tail' or 'softplus'")
         if not self.A_floor > 0:
@@ -147,6 +149,17 @@ class Mamba3Weights:
         """The same weights with every tensor in `dtype`; itself where they already are."""
         if self.dt_bias.dtype == dtype and all(t is None or t.dtype == dtype for t in self.tensors()):
             return self
-        cast = {name: None if tensor is None else tensor.to(dtype) for name, tensor in zip(self.TENSORS, self.tensors())}
+        tensors = zip(self.TENSORS, self.tensors())
+        cast = {name: None if tensor is None else tensor.to(dtype) for name, tensor in tensors}
         return Mamba3Weights(self.layout, **cast, A_floor=self.A_floor, A_activation=self.A_activation,
                              norm_eps=self.norm_eps)
+
+    def of_heads(self, heads: slice) -> "Mamba3Weights":
+        """The layer of some of the heads alone, which are whole groups or lie in one; views of these tensors."""
+        size, count = self.layout, heads.stop - heads.start
+        groups = max(1, count * size.num_groups // size.num_heads)
+        cut = {name: None if tensor is None else tensor[heads] for name, tensor in zip(self.TENSORS, self.tensors())}
+        cut |= dict(B_norm=self.B_norm, C_norm=self.C_norm)
+        if self.out_norm is not None:
+            cut["out_norm"] = self.out_norm[heads.start * size.head_dim : heads.stop * size.head_dim]
+        return replace(self, layout=replace(size, num_heads=count, num_groups=groups), **cut)

@@ -20,6 +20,7 @@ def define_operator(name: str, arguments: str, run: Callable) -> Callable:
     run(projected, weights, states, *arguments). It returns nothing; what it writes is declared in the schema."""
     _library.define(f"{name}(Tensor projected, {WEIGHTS}, {STATES}, {arguments}) -> ()")
 
+    @torch.no_grad()  # parameters may require a gradient; the pools must not drag a graph from step to step
     def implementation(projected, tensors, layout, A_floor, A_activation, norm_eps, angle, ssm, k, v, *rest):
         weights = Mamba3Weights(Mamba3Layout(*layout[:-1], bool(layout[-1])), *tensors, A_floor=A_floor,
                                 A_activation=A_activation, norm_eps=norm_eps)

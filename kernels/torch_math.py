@@ -13,14 +13,18 @@ from vllm_mamba3.kernels.layout import Mamba3Layout, Mamba3Weights, compute_dtyp
 
 # From here on softplus(x) is x to the last bit of a float64; torch's own default, 20, is off by 1e-10.
 SOFTPLUS_LINEAR_FROM = 40.0
-TWO_PI_HEAD = 6.28125
+# π as each dtype rounds it. Advanced by multiples of π and wrapped at 2π, an angle is a fraction of a turn, and any π
+# will do, as long as both are the same. With a better 2π to wrap at than the float32 π to advance by, every turn would
+# leave 1.7e-7 behind, always to the same side.
+PI = {torch.float32: 3.1415927410125732, torch.float64: math.pi}
 
 
 class TokenInputs(NamedTuple):
     """What one layer's recurrence takes of each token; `...` is any number of leading dimensions.
 
-    z and x (..., H, P); BC (..., 2, R, G, N): B and C after their norms, before bias and rotation; dt, A_dt and
-    trapezoid (..., H): step size, log decay A·dt, and λ; angle (..., n): as projected.
+    z and x (..., H, P), in the model's dtype, all else in the compute dtype; BC (..., 2, R, G, N): B and C after their
+    norms, before bias and rotation; dt, A_dt and trapezoid (..., H): step size, log decay A·dt, and λ; angle (..., n):
+    as projected.
     """
 
     z: torch.Tensor
@@ -33,11 +37,12 @@ class TokenInputs(NamedTuple):
 
 
 def prepare(projected: torch.Tensor, weights: Mamba3Weights) -> TokenInputs:
-    """Split rows of the fused projection (..., d_in_proj) and apply activations and norms, in the compute dtype."""
+    """Split rows of the fused projection (..., d_in_proj), and apply activations and norms."""
     size, lead = weights.layout, projected.shape[:-1]
     inner, _, key, _, heads, _, _, angles = size.projection_widths
-    z, x, BC, dd_dt, dd_A, trap, angle = projected.to(compute_dtype(projected.dtype)).split(
-        (inner, inner, 2 * key, heads, heads, heads, angles), -1)
+    z, x, rest = projected.split((inner, inner, projected.shape[-1] - 2 * inner), -1)
+    rest = rest.to(compute_dtype(projected.dtype))
+    BC, dd_dt, dd_A, trap, angle = rest.split((2 * key, heads, heads, heads, angles), -1)
     norms = torch.stack((weights.B_norm, weights.C_norm))
     dt = F.softplus(dd_dt + weights.dt_bias, threshold=SOFTPLUS_LINEAR_FROM)
     return TokenInputs(
@@ -60,53 +65,53 @@ def decay_rate(dd_A: torch.Tensor, weights: Mamba3Weights) -> torch.Tensor:
     """-A of the glossary: positive, and never below the floor."""
     if weights.A_activation == "softplus":
         rate = F.softplus(dd_A, threshold=SOFTPLUS_LINEAR_FROM)
-    else:  # each half of heavy_tail sees only its own side, so that no gradient meets 1 / (1 - 1)
-        rate = dd_A.clamp(min=0) + (1 - dd_A.clamp(max=0)).reciprocal()
+    else:  # each half of heavy_tail sees only its own side, so that no gradient meets 1 / (1 - 1);
+        # at 0 one of them has the slope, clamp's side
+        rate = F.relu(dd_A) + (1 - dd_A.clamp(max=0)).reciprocal()
     return rate.clamp(min=weights.A_floor)
 
 
 def angle_rate(angle: torch.Tensor) -> torch.Tensor:
     """Radians the angles advance per unit of dt."""
-    return math.pi * torch.tanh(angle)
+    return PI[angle.dtype] * torch.tanh(angle)
 
 
-def wrap_angle(theta: torch.Tensor) -> torch.Tensor:
-    """theta modulo 2π, in [0, 2π).
-
-    2π is taken off in two parts, of which the first is exact in any dtype: taken off as the float32 nearest to it, each
-    turn would leave 1.7e-7 behind, always to the same side, and decoding wraps once every few tokens.
-    """
-    turns = torch.floor(theta * (1 / (2 * math.pi)))
-    wrapped = theta.sub(turns, alpha=TWO_PI_HEAD).sub(turns, alpha=2 * math.pi - TWO_PI_HEAD)
-    return wrapped.clamp(0, 2 * math.pi * (1 - torch.finfo(theta.dtype).eps))
+def wrap_angle(theta: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """theta modulo 2π, in [0, 2π), where it was made from an `angle_rate` in `dtype`; see `PI`."""
+    turn = 2 * PI[dtype]
+    wrapped = theta.remainder(turn)
+    return wrapped.clamp(max=turn * (1 - torch.finfo(theta.dtype).eps))  # -1e-9 has been rounded up to a full turn
 
 
 def rotate(vectors: torch.Tensor, theta: torch.Tensor, size: Mamba3Layout) -> torch.Tensor:
-    """Rotate the first pairs of the last dimension (N) of `vectors` by theta (n), broadcast over the leading ones."""
+    """Rotate the first pairs of the last dimension (N) of `vectors` by theta (n), broadcast over the leading ones.
+
+    `vectors` may be overwritten: the caller has no other use for it.
+    """
     n, half = size.num_angles, size.state_size // 2
+    cos, sin = torch.cos(theta), torch.sin(theta)
     if size.is_mimo:
         a, b = vectors[..., :n], vectors[..., half : half + n]
-        cos, sin = torch.cos(theta), torch.sin(theta)
-        parts = (a * cos - b * sin, vectors[..., n:half], a * sin + b * cos, vectors[..., half + n :])
-        return torch.cat(parts, -1)
-    rotated = vectors[..., : 2 * n]
+        first, second = torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(a * sin, b, cos)
+        return torch.cat((first, vectors[..., n:half], second, vectors[..., half + n :]), -1)
+    pairs = vectors[..., : 2 * n].unflatten(-1, (n, 2))
     if size.state_size % 2:  # complex numbers must start at even places
-        rotated = rotated.contiguous()
-    pairs = torch.view_as_complex(rotated.unflatten(-1, (n, 2)))
-    turned = torch.view_as_real(pairs * torch.complex(torch.cos(theta), torch.sin(theta))).flatten(-2)
-    return turned if 2 * n == size.state_size else torch.cat((turned, vectors[..., 2 * n :]), -1)
+        turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.complex(cos, sin))
+        return torch.cat((turned.flatten(-2), vectors[..., 2 * n :]), -1)
+    torch.view_as_complex(pairs).mul_(torch.complex(cos, sin))
+    return vectors
 
 
 def add_bias(BC: torch.Tensor, weights: Mamba3Weights) -> torch.Tensor:
-    """B and C of each head, before rotation: from (2, ..., R, G, N) of the groups to (2, ..., H, R, N)."""
-    size = weights.layout
-    bias = torch.stack((weights.B_bias, weights.C_bias)).unflatten(1, (size.num_groups, -1))  # (2, G, H/G, R, N)
-    bias = bias.view(2, *(BC.dim() - 4) * (1,), *bias.shape[1:])
-    return (BC.transpose(-2, -3).unsqueeze(-3) + bias).flatten(-4, -3)
+    """B and C of each head, before rotation: from (2, S, G, ..., R, N) of the groups to (2, S, H, ..., R, N)."""
+    bias = torch.stack((weights.B_bias, weights.C_bias)).unflatten(1, (weights.layout.num_groups, -1))
+    bias = bias.view(2, 1, *bias.shape[1:3], *(BC.dim() - 5) * (1,), *bias.shape[3:])  # (2, 1, G, H/G, ..., R, N)
+    return (BC.unsqueeze(3) + bias).flatten(2, 3)
 
 
 def gate(y: torch.Tensor, z: torch.Tensor, weights: Mamba3Weights) -> torch.Tensor:
     """From the read-out y (..., H, R, P), which already holds D's part, and z (..., H, P) to the output (..., H, P)."""
+    z = z.to(y.dtype)
     if weights.out_norm is not None:
         y = rms_norm(y, weights.out_norm.to(y.dtype).view(-1, 1, y.shape[-1]), weights.norm_eps)
     if weights.mimo_z is None:

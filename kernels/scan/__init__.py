@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_mamba3.kernels.checks import check_call, choose, expect
+from vllm_mamba3.kernels.checks import can_be_read, check_call, choose, expect
 from vllm_mamba3.kernels.layout import Mamba3States, Mamba3Weights
 from vllm_mamba3.kernels.operators import define_operator, weights_as_arguments
 from vllm_mamba3.kernels.scan.torch_scan import torch_scan
@@ -14,6 +14,8 @@ def mamba3_scan(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3S
                 cu_seqlens: torch.Tensor, has_initial_state: torch.Tensor, out: torch.Tensor,
                 implementation: str = "torch") -> None:
     """Take each sequence all its tokens further, between in_proj and out_proj; states and out are written in place.
+
+    No gradient goes through it; `torch_scan.chunked_scan` is the differentiable function.
 
     Args:
         projected: (T, d_in_proj), 2-D: the fused projection's rows, the sequences packed one after another.
@@ -31,7 +33,7 @@ def mamba3_scan(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3S
     expect("mamba3_scan", "has_initial_state", has_initial_state, tuple(slots.shape), (torch.bool,))
     expect("mamba3_scan", "cu_seqlens", cu_seqlens, (slots.shape[0] + 1,), (torch.int32,), projected.device)
     choose("mamba3_scan", implementation, IMPLEMENTATIONS)
-    if cu_seqlens.device.type == "cpu":
+    if can_be_read(cu_seqlens):
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != projected.shape[0] or ends != sorted(ends):
             raise ValueError(f"mamba3_scan expects cu_seqlens to rise from 0 to the {projected.shape[0]} rows of "

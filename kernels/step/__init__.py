@@ -15,6 +15,8 @@ def mamba3_step(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3S
                 implementation: str = "torch") -> None:
     """Take each sequence one token further, between in_proj and out_proj; states and out are written in place.
 
+    No gradient goes through it.
+
     Args:
         projected: (S, d_in_proj), 2-D: the fused projection's rows, one a sequence; bfloat16, float16, float32 or 64.
         weights: the layer's, on the same device.
@@ -39,4 +41,6 @@ def _run(projected, weights, states, slots, has_initial_state, out, implementati
     IMPLEMENTATIONS[implementation](projected, weights, states, slots, has_initial_state, out)
 
 
-_operator = define_operator("step", "Tensor slots, Tensor? has_initial_state, Tensor(out!) out, str implementation", _run)
+_operator = define_operator(
+    "step", "Tensor slots, Tensor? has_initial_state, Tensor(out!) out, str implementation", _run
+)

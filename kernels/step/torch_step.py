@@ -29,11 +29,11 @@ class Update(NamedTuple):
 def torch_step(projected: torch.Tensor, weights: Mamba3Weights, pools: Mamba3States, slots: torch.Tensor,
                has_initial_state: torch.Tensor | None, out: torch.Tensor) -> None:
     """`mamba3_step`, without its checks."""
-    run = _step_where_it_lies if projected.device.type == "cpu" else _step_gathered
+    run = step_where_it_lies if projected.device.type == "cpu" else step_gathered
     run(projected, weights.to(compute_dtype(projected.dtype)), pools, slots, has_initial_state, out)
 
 
-def _step_where_it_lies(projected, weights, pools, slots, has_initial_state, out):
+def step_where_it_lies(projected, weights, pools, slots, has_initial_state, out):
     live = [row for row, slot in enumerate(slots.tolist()) if slot > 0]
     padded = len(live) < len(slots)
     if padded:
@@ -64,7 +64,7 @@ def _step_where_it_lies(projected, weights, pools, slots, has_initial_state, out
         pool.index_copy_(0, slots, state.to(pool.dtype))
 
 
-def _step_gathered(projected, weights, pools, slots, has_initial_state, out):
+def step_gathered(projected, weights, pools, slots, has_initial_state, out):
     live = slots > 0
     rows = slots.clamp(min=0).long()
     before = Mamba3States(*(pool.index_select(0, rows) for pool in pools))
@@ -89,8 +89,10 @@ def token_update(inputs: TokenInputs, weights: Mamba3Weights, angle: torch.Tenso
     dt, gamma = inputs.dt, inputs.trapezoid * inputs.dt
     alpha = torch.exp(inputs.A_dt)
     beta = (dt - gamma) * alpha
-    angle = wrap_angle(torch.addcmul(angle, angle_rate(inputs.angle).unsqueeze(1), dt.unsqueeze(-1)))
-    own_k, q = rotate(add_bias(inputs.BC.transpose(0, 1), weights), angle.unsqueeze(2), weights.layout)  # (S, H, R, N)
+    angle = torch.addcmul(angle, angle_rate(inputs.angle).unsqueeze(1), dt.unsqueeze(-1))
+    angle = wrap_angle(angle, dt.dtype)
+    BC = add_bias(inputs.BC.permute(1, 0, 3, 2, 4), weights)
+    own_k, q = rotate(BC, angle.unsqueeze(2), weights.layout)  # (S, H, R, N)
     own_k = own_k.to(k.dtype).transpose(1, 2)
     keys = torch.stack((own_k, k), 1).to(dt.dtype)  # (S, 2, R, H, N)
     values = torch.stack((inputs.x * gamma.unsqueeze(-1), v * beta.unsqueeze(-1)), 1)  # (S, 2, H, P)
@@ -109,6 +111,6 @@ def update_ssm(ssm: torch.Tensor, alpha: torch.Tensor, values: torch.Tensor, key
 
 def read_out(y: torch.Tensor, inputs: TokenInputs, weights: Mamba3Weights) -> torch.Tensor:
     """From S q (S, H, R, P) to the output (S, H·P)."""
-    x = inputs.x.unsqueeze(2)
+    x = inputs.x.unsqueeze(2).to(y.dtype)
     x = x if weights.mimo_x is None else x * weights.mimo_x
     return gate(torch.addcmul(y, x, weights.D[:, None, None]), inputs.z, weights).flatten(1)

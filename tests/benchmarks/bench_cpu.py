@@ -4,9 +4,13 @@
 
 Every ratio is of times of one run: the model is timed with everything in it and with its matrix products alone, turn
 and turn about, and the medians are divided. The layers are cycled, so that no layer's weights wait in the cache.
+
+One thread by default, and the processor time it takes, which other processes on the machine change little. With
+--threads of more than one it is the time on the clock, for a machine that does nothing else.
 """
 
 import argparse
+import os
 import platform
 import statistics
 import subprocess
@@ -121,20 +125,22 @@ def scan_over_projections(layers: list[Layer]) -> Ratio:
 
 def compare(everything: Callable, products: Callable, seconds: float = 3.0) -> Ratio:
     """Time both, turn and turn about, for about `seconds`; at least 7 times each."""
-    times = ([], [])
+    times, clock = ([], []), time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     until = time.perf_counter() + seconds
     with torch.inference_mode():
         everything(), products()
         while len(times[0]) < 7 or time.perf_counter() < until:
             for run, taken in zip((everything, products), times):
-                start = time.perf_counter()
+                start = clock()
                 run()
-                taken.append(1e3 * (time.perf_counter() - start))
+                taken.append(1e3 * (clock() - start))
     return Ratio(*map(statistics.median, times))
 
 
 MEASUREMENTS = {
-    "decode, mixers": decode_mixers, "decode, whole model": decode_model, "scan of 1,024 / projections": scan_over_projections
+    "decode, mixers": decode_mixers,
+    "decode, whole model": decode_model,
+    "scan of 1,024 / projections": scan_over_projections,
 }
 
 
@@ -142,7 +148,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, action="append")
     parser.add_argument("--dtype", choices=DTYPES, action="append")
+    parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     print(describe_machine())
     print(f"{'shape':<10} {'dtype':<9} {'measured':<28} {'all, ms':>8} {'products, ms':>13} {'ratio':>6}")
     for shape in arguments.shape or SHAPES:
@@ -150,8 +158,8 @@ def main():
             layers = layers_of(shape, dtype)
             for name, measure in MEASUREMENTS.items():
                 ratio = measure(layers)
-                print(f"{shape:<10} {dtype:<9} {name:<28} {ratio.all:>8.2f} {ratio.products:>13.2f} {ratio.ratio:>6.2f}",
-                      flush=True)
+                figures = f"{ratio.all:>8.2f} {ratio.products:>13.2f} {ratio.ratio:>6.2f}"
+                print(f"{shape:<10} {dtype:<9} {name:<28} {figures}", flush=True)
 
 
 def describe_machine() -> str:
@@ -160,8 +168,9 @@ def describe_machine() -> str:
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
     names = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     processor = names[0] if names else platform.processor() or platform.machine()
-    return (f"{processor}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}; "
-            f"torch {torch.__version__}, vllm-mamba3 {version('vllm-mamba3')} at {commit.stdout.strip() or 'no commit'}")
+    return (f"{processor}, {torch.get_num_threads()} of {os.cpu_count()} cores, "
+            f"{torch.backends.cpu.get_cpu_capability()}; torch {torch.__version__}, "
+            f"vllm-mamba3 {version('vllm-mamba3')} at {commit.stdout.strip() or 'no commit'}")
 
 
 def _lines(path: str) -> list[str]:

@@ -1,0 +1,156 @@
+"""What the doors refuse, and what they say: always a ValueError, and never anything written."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from random_layers import VARIANTS, Pages, random_projected, random_states
+
+from vllm_mamba3.kernels import Mamba3States, mamba3_scan, mamba3_step
+
+VARIANT = VARIANTS["siso"]  # H = 4, P = 8, N = 16, n = 4: d_in_proj = 112, H·P = 32
+SIZE = VARIANT.layout
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def step_arguments():
+    """Three sequences, the last of them padding, in pools of six slots."""
+    pages = Pages(SIZE, torch.float32, 6)
+    for slot in range(6):
+        pages.write(slot, random_states(SIZE, 1, slot, torch.float32), 0)
+    return dict(projected=random_projected(SIZE, 3, 0, torch.float32), weights=VARIANT.weights(torch.float32),
+                states=pages.pools, slots=int32(2, 5, 0), out=torch.zeros(3, 32))
+
+
+def scan_arguments():
+    """Three sequences, the last of them padding, of 2, 4 and 1 tokens."""
+    return step_arguments() | dict(projected=random_projected(SIZE, 7, 0, torch.float32), out=torch.zeros(7, 32),
+                                   cu_seqlens=int32(0, 2, 6, 7), has_initial_state=torch.tensor([True, False, False]))
+
+
+def pool(name, change):
+    """A change of one of the pools."""
+    return lambda a: dict(states=a["states"]._replace(**{name: change(getattr(a["states"], name))}))
+
+
+def to(**changes):
+    return lambda arguments: changes
+
+
+META = torch.device("meta")
+# What changes, and what the error says, for both operations.
+BOTH = {
+    "1-D": (lambda a: dict(projected=a["projected"][0]),
+        r"a 2-D tensor \(rows, d_in_proj = 112\), and got a 1-D tensor"),
+    "width": (lambda a: dict(projected=a["projected"][:, 1:]),
+        r"projected to have shape \(\d, 112\), and got shape \(\d, 111\)"),
+    "integer rows": (lambda a: dict(projected=a["projected"].int()),
+        "projected in bfloat16 or float16 or float32 or float64, and got int32"),
+    "out's rows": (lambda a: dict(out=a["out"][1:]), r"out to have shape \(\d, 32\), and got shape"),
+    "out's width": (to(out=torch.zeros(3, 4, 8)), r"out to have shape \(\d, 32\), and got shape \(3, 4, 8\)"),
+    "out's dtype": (lambda a: dict(out=a["out"].bfloat16()), "out in float32, and got bfloat16"),
+    "out's device": (lambda a: dict(out=a["out"].to(META)), "out on cpu, where projected is, and got it on meta"),
+    "three pools": (lambda a: dict(states=a["states"][:3]), r"4 state pools \(angle, ssm, k, v\), and got 3"),
+    "pool's shape": (pool("ssm", lambda p: p.transpose(2, 3)), r"the ssm pool to have shape \(6, 4, 8, 16\), and got"),
+    "pool's slots": (pool("k", lambda p: p[1:]), r"the k pool to have shape \(6, 1, 4, 16\), and got shape \(5,"),
+    "pool's dtype": (pool("v", lambda p: p.bfloat16()), "the v pool in float32, and got bfloat16"),
+    "narrow ssm": (pool("ssm", lambda p: p.bfloat16()), "the ssm pool in float32, and got bfloat16"),
+    "pool's device": (pool("angle", lambda p: p.to(META)),
+        "the angle pool on cpu, where projected is, and got it on meta"),
+    "weights' device": (lambda a: dict(weights=replace(a["weights"], D=a["weights"].D.to(META))),
+        "the weights on cpu, where projected is, and got D on meta"),
+    "int64 slots": (to(slots=torch.tensor([2, 5, 0])), "slots in int32, and got int64"),
+    "2-D slots": (to(slots=int32(2, 5, 0)[:, None]), r"slots to be a 1-D tensor, and got shape \(3, 1\)"),
+    "slot too high": (to(slots=int32(2, 6, 0)), "got slot 6, and the pools have 6 slots"),
+    "slot twice": (to(slots=int32(2, 0, 2)), "a slot of its own for each sequence, and got slot 2 twice"),
+    "flags as numbers": (to(has_initial_state=int32(1, 0, 0)), "has_initial_state in bool, and got int32"),
+    "flags of two": (to(has_initial_state=torch.tensor([True, False])),
+        r"has_initial_state to have shape \(3,\), and got shape \(2,\)"),
+    "implementation": (to(implementation="cuda"), "no implementation 'cuda'; it has torch"),
+}
+STEP = {
+    "3-D": (lambda a: dict(projected=a["projected"][:, None]),
+        r"got a 3-D tensor of shape \(3, 1, 112\); a step is one token a sequence: pass x\[:, 0\]"),
+    "two slots": (to(slots=int32(2, 5)), r"slots to have shape \(3,\), and got shape \(2,\)"),
+}
+SCAN = {
+    "3-D": (lambda a: dict(projected=a["projected"][None]),
+        r"got a 3-D tensor of shape \(1, 7, 112\); pack the sequences"),
+    "no flags": (to(has_initial_state=None), "has_initial_state to be a tensor, and got None"),
+    "two sequences": (to(cu_seqlens=int32(0, 2, 7)), r"cu_seqlens to have shape \(4,\), and got shape \(3,\)"),
+    "int64 ends": (to(cu_seqlens=torch.tensor([0, 2, 6, 7])), "cu_seqlens in int32, and got int64"),
+    "ends early": (to(cu_seqlens=int32(0, 2, 6, 6)), r"rise from 0 to the 7 rows of projected, and got \[0, 2, 6, 6\]"),
+    "ends late": (to(cu_seqlens=int32(0, 2, 6, 8)), r"rise from 0 to the 7 rows of projected, and got \[0, 2, 6, 8\]"),
+    "starts late": (to(cu_seqlens=int32(1, 2, 6, 7)),
+        r"rise from 0 to the 7 rows of projected, and got \[1, 2, 6, 7\]"),
+    "falls": (to(cu_seqlens=int32(0, 6, 2, 7)), r"rise from 0 to the 7 rows of projected, and got \[0, 6, 2, 7\]"),
+}
+
+
+def cases(operation, *tables):
+    return [pytest.param(*operation, *case, id=name) for table in tables for name, case in table.items()]
+
+
+@pytest.mark.parametrize("operation, arguments, change, message", [
+    *cases((mamba3_step, step_arguments), BOTH, STEP), *cases((mamba3_scan, scan_arguments), BOTH, SCAN)])
+def test_refused(operation, arguments, change, message):
+    arguments = arguments()
+    before = [pool.clone() for pool in arguments["states"]]
+    with pytest.raises(ValueError, match=message) as refusal:
+        operation(**arguments | change(arguments))
+    assert str(refusal.value).startswith(f"{operation.__name__} ")
+    assert all(map(torch.equal, before, arguments["states"])) and not arguments["out"].any()
+
+
+@pytest.mark.parametrize("operation, arguments", [(mamba3_step, step_arguments), (mamba3_scan, scan_arguments)],
+                         ids=["step", "scan"])
+class TestTaken:
+    def test_strided_rows_and_out(self, operation, arguments):
+        """Every other column of something larger: written in place, nothing else touched."""
+        plain, strided = arguments(), arguments()
+        wide_rows = torch.full((len(plain["out"]), 2 * SIZE.projection_size), torch.nan)
+        wide_rows[:, ::2] = plain["projected"]
+        wide_out = torch.full((len(plain["out"]), 64), 7.0)
+        operation(**plain)
+        operation(**strided | dict(projected=wide_rows[:, ::2], out=wide_out[:, ::2]))
+        torch.testing.assert_close(wide_out[:, ::2], plain["out"], rtol=1e-6, atol=1e-6)
+        assert (wide_out[:, 1::2] == 7).all()
+        for a, b in zip(strided["states"], plain["states"]):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+    def test_pools_with_any_strides(self, operation, arguments):
+        """Pools whose heads or columns are not next to one another either are updated in place, not in a copy."""
+        plain, strided = arguments(), arguments()
+        turned = Mamba3States(*(pool.transpose(0, -1).contiguous().transpose(0, -1) for pool in strided["states"]))
+        operation(**plain)
+        operation(**strided | dict(states=turned))
+        for a, b in zip(turned, plain["states"]):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+    def test_no_sequences(self, operation, arguments):
+        arguments = arguments()
+        before = [pool.clone() for pool in arguments["states"]]
+        arguments |= dict(projected=arguments["projected"][:0], out=arguments["out"][:0], slots=int32(),
+                          has_initial_state=torch.zeros(0, dtype=torch.bool))
+        if "cu_seqlens" in arguments:
+            arguments["cu_seqlens"] = int32(0)
+        operation(**arguments)
+        assert all(map(torch.equal, before, arguments["states"]))
+
+    def test_parameters_leave_no_graph_behind(self, operation, arguments):
+        arguments = arguments()
+        for tensor in arguments["weights"].tensors():
+            tensor is None or tensor.requires_grad_()
+        operation(**arguments)
+        assert not any(tensor.requires_grad for tensor in (arguments["out"], *arguments["states"]))
+
+
+def test_scan_of_empty_sequences():
+    arguments = scan_arguments() | dict(projected=torch.zeros(0, SIZE.projection_size), out=torch.zeros(0, 32),
+                                        cu_seqlens=int32(0, 0, 0, 0))
+    before = [pool.clone() for pool in arguments["states"]]
+    mamba3_scan(**arguments)
+    assert all(map(torch.equal, before, arguments["states"]))
