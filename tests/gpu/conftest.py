@@ -1,8 +1,5 @@
-import os
-
 import pytest
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in the process of the test
 
 
 def pytest_collection_modifyitems(items):
