@@ -1,7 +1,6 @@
 import pytest
 
 
-
 def pytest_collection_modifyitems(items):
     import torch
 
