@@ -72,8 +72,8 @@ FAULTS = {
     "surplus": (with_(f"{MIXER}.conv1d.weight", (3, 4)), [rf"{MIXER}.conv1d.weight, of shape \(3, 4\)"]),
     "of a layer too many": (with_("backbone.layers.2.norm.weight", (32,)), [r"backbone.layers.2.norm.weight"]),
     "misshapen": (with_(f"{MIXER}.D", (9,)), [rf"{MIXER}.D has shape \(9,\)", r"means \(8,\)"]),
-    "unpadded": (with_("backbone.embedding.weight", (97, 32)), [r"embedding.weight has shape \(97, 32\)", r"\(112, 32\)"]),
-    "quantized": (with_(f"{MIXER}.out_proj.weight", (32, 64), torch.int8), [rf"{MIXER}.out_proj.weight is of torch.int8"]),
+    "unpadded": (with_("lm_head.weight", (97, 32)), [r"lm_head.weight has shape \(97, 32\)", r"\(112, 32\)"]),
+    "quantized": (with_(f"{MIXER}.out_proj.weight", (32, 64), torch.int8), [r"out_proj.weight is of torch.int8"]),
 }
 
 

@@ -22,6 +22,7 @@ class IndependentModel:
         tensors = torch.load(folder / "pytorch_model.bin", weights_only=True, map_location=device)
         self.tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
         self.dtype, self.A_activation, self.device = dtype, A_activation, device
+        self.known = {}  # what was asked before: the same prompts come alone and in batches
         ssm = self.config["ssm_cfg"]
         heads = int(ssm.get("expand", 2) * self.config["d_model"]) // ssm["headdim"]
         mimo = ssm.get("is_mimo", False)
@@ -61,5 +62,8 @@ class IndependentModel:
 
     def logprobs_after(self, prompt: list[int], continuation: list[int]) -> torch.Tensor:
         """What each token of the continuation was chosen from: (len(continuation), vocab_size), on the CPU."""
-        logits = self.logits(prompt + continuation)[len(prompt) - 1 : -1]
-        return logits.float().log_softmax(-1).cpu()
+        tokens = (*prompt, *continuation)
+        if tokens not in self.known:
+            logits = self.logits(list(tokens))[len(prompt) - 1 : -1]
+            self.known[tokens] = logits.float().log_softmax(-1).cpu()
+        return self.known[tokens]

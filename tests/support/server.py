@@ -5,10 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 
 import httpx
@@ -53,14 +51,10 @@ class Server:
         defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         self._environment = os.environ | defaults | (environment or {})
         self._folder = folder
-        self._metadata = tempfile.TemporaryDirectory()
         self.process: subprocess.Popen | None = None
         self._code: int | None = None
 
     def __enter__(self) -> "Server":
-        if name_vllm_cpu(Path(self._metadata.name)):
-            paths = [self._metadata.name, self._environment.get("PYTHONPATH")]
-            self._environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         with self.log.open("w") as log:
             # A session of its own: a Ctrl-C at the terminal stays ours to pass on, and its group can be ended whole.
             self.process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log,
@@ -75,10 +69,7 @@ class Server:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        try:
-            self.stop()
-        finally:
-            self._metadata.cleanup()
+        self.stop()
 
     def stop(self) -> int:
         """SIGTERM, as a service manager sends it, and the exit code. A second call only repeats the code.
@@ -148,23 +139,6 @@ def _runs(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def name_vllm_cpu(folder: Path) -> bool:
-    """Where vLLM is installed as vllm-cpu, writes metadata that call it vllm into a folder for sys.path.
-
-    The `vllm` command of vllm-cpu 0.32.0 ends with PackageNotFoundError without: it asks for the version of "vllm"
-    before it looks at its arguments. To be removed with the support of that version, if a later one starts.
-    """
-    try:
-        metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        version = metadata.version("vllm-cpu") + "+cpu"  # how vLLM tells by its version what it was built for
-        information = folder / f"vllm-{version}.dist-info"
-        information.mkdir()
-        (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-        return True
-    return False
 
 
 def _free_port() -> int:
