@@ -64,7 +64,6 @@ class Server:
             self._wait_until_healthy()
         except BaseException:
             self._kill(self._family())
-            self._metadata.cleanup()
             raise
         return self
 
