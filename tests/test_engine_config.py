@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+from vllm.config.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
+
 from vllm_mamba3.checkpoint.config import Mamba3Config
 from vllm_mamba3.engine_config import REFUSED, Mamba3EngineConfig
 
@@ -18,6 +20,7 @@ def engine(**changes) -> SimpleNamespace:
         speculative_config=None,
         lora_config=None,
         kv_transfer_config=None,
+        offload_config=OffloadConfig(),
     )
     for path, value in changes.items():
         *parents, name = path.split(".")
@@ -48,6 +51,8 @@ def test_data_parallel_replicas_are_accepted():
 
 
 CASES = [
+    ("offload_config.uva.cpu_offload_gb", 4.0, "--cpu-offload-gb"),
+    ("offload_config.prefetch.offload_group_size", 8, "--offload-group-size"),
     ("model_config.runner_type", "pooling", "--runner generate"),
     ("model_config.quantization", "fp8", "--quantization"),
     ("parallel_config.tensor_parallel_size", 2, "--tensor-parallel-size 1"),
@@ -85,7 +90,13 @@ def test_microbatches_are_refused(change):
 
 @pytest.mark.parametrize("path", [setting.path for setting in REFUSED])
 def test_the_installed_vllm_has_the_setting(path):
-    owners = {"cache_config": CacheConfig, "model_config": ModelConfig, "parallel_config": ParallelConfig}
+    owners = {
+        "cache_config": CacheConfig,
+        "model_config": ModelConfig,
+        "parallel_config": ParallelConfig,
+        "offload_config.uva": UVAOffloadConfig,
+        "offload_config.prefetch": PrefetchOffloadConfig,
+    }
     owner, _, name = path.rpartition(".")
     source = inspect.getsource(owners.get(owner, VllmConfig))  # some are set in __post_init__ only
     assert any(f"{how}{name}" in source for how in ("\n    ", "self.", "def "))

@@ -49,6 +49,13 @@ REFUSED = (
     Refused("speculative_config", (None,), "speculative decoding", "leave out --speculative-config"),
     Refused("lora_config", (None,), "LoRA", "leave out --enable-lora"),
     Refused("model_config.quantization", (None,), "quantization", "leave out --quantization, use an unquantized model"),
+    Refused("offload_config.uva.cpu_offload_gb", (0,), "weight offloading", "leave out --cpu-offload-gb"),
+    Refused(
+        path="offload_config.prefetch.offload_group_size",
+        allowed=(0,),
+        name="weight offloading",
+        remedy="leave out --offload-group-size",
+    ),
     Refused("cache_config.kv_offloading_size", (None,), "KV offloading", "leave out --kv-offloading-size"),
     Refused("kv_transfer_config", (None,), "a KV connector", "leave out --kv-transfer-config"),
     Refused("cache_config.enable_prefix_caching", (False,), "prefix caching", "set --no-enable-prefix-caching"),

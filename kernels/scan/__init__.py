@@ -5,9 +5,9 @@ import torch
 from vllm_mamba3.kernels.checks import can_be_read, check_call, choose, expect
 from vllm_mamba3.kernels.layout import Mamba3States, Mamba3Weights
 from vllm_mamba3.kernels.operators import define_operator, weights_as_arguments
-from vllm_mamba3.kernels.scan.torch_scan import torch_scan
+from vllm_mamba3.kernels.scan.torch_scan import torch_scan as scan_in_torch
 
-IMPLEMENTATIONS = {"torch": torch_scan}
+IMPLEMENTATIONS = {"torch": scan_in_torch}
 
 
 def mamba3_scan(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3States, slots: torch.Tensor,
@@ -15,7 +15,8 @@ def mamba3_scan(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3S
                 implementation: str = "torch") -> None:
     """Take each sequence all its tokens further, between in_proj and out_proj; states and out are written in place.
 
-    No gradient goes through it; `torch_scan.chunked_scan` is the differentiable function.
+    No gradient goes through it; `vllm_mamba3.kernels.chunked_scan` is the differentiable function. A row that is not
+    finite may spoil its own sequence's output, also of earlier rows, and never another sequence's.
 
     Args:
         projected: (T, d_in_proj), 2-D: the fused projection's rows, the sequences packed one after another.

@@ -35,6 +35,10 @@ ROWS_PER_CHUNK = 64
 BYTES_OF_KEYS = {"cpu": 2 << 20, "gpu": 128 << 20}
 
 
+# Forgets everything, in float64 too; lower ones would only take digits from the sums that they are added to.
+LOWEST_LOG_DECAY = -1e3
+
+
 class ChunkPlan:
     """Where the tokens of packed sequences lie when each sequence is cut into chunks of `size`, the last one padded.
 
@@ -155,7 +159,8 @@ class Chunks(NamedTuple):
     """What heads take of tokens cut into chunks.
 
     z and x (C, L, H, P); BC (2, C, G, L, R, N); theta (C, H, L, n): θ, not wrapped; gamma, carried, g (C, H, L): γ,
-    (1 - λ) dt, and g of the equation above; decay (C, H, L): a of the equation.
+    (1 - λ) dt, and g of the equation above; decay (C, H, L): a of the equation, in float64, since of a chunk in which
+    something is forgotten at once small differences of large sums are what matters.
     """
 
     z: torch.Tensor
@@ -182,7 +187,8 @@ def scan_inputs(inputs: TokenInputs, weights: Mamba3Weights, lengths: Sequence[i
     theta, final_angle = running_angle(rate, dt, initial, plan)
     gamma, carried = trapezoid * dt, (1 - trapezoid) * dt
     BC = BC.permute(2, 0, 4, 1, 3, 5).contiguous()  # head by head, as the products of `scan_heads` take them
-    chunks = Chunks(z, x, BC, theta, gamma, carried, gamma + next_token(carried, plan), A_dt.cumsum(-1))
+    chunks = Chunks(z, x, BC, theta, gamma, carried, gamma + next_token(carried, plan),
+                    A_dt.double().clamp(min=LOWEST_LOG_DECAY).cumsum(-1))
     blocks = [scan_heads(*block, kv_dtype, plan) for block in head_blocks(chunks, weights, initial)]
     out, ssm, k = (torch.cat(parts, dim) for parts, dim in zip(zip(*blocks), (2, 1, 2)))
     v = x[plan.last, plan.last_offset].to(kv_dtype)
@@ -222,9 +228,9 @@ def scan_heads(chunks: Chunks, weights: Mamba3Weights, initial: Mamba3States | N
     v = v if weights.mimo_x is None else v * weights.mimo_x[:, None]
     rows_k, rows_q, rows_v = (t.to(dtype).flatten(2, 3).flatten(0, 1) for t in (k, q, v))  # (C·H, L·R, N or P)
 
-    added = v * (g * fading(decay[..., -1:] - decay))[..., None, None]
+    added = v * (g * fading(decay[..., -1:] - decay, dtype))[..., None, None]
     added = torch.bmm(added.flatten(2, 3).flatten(0, 1).transpose(1, 2), rows_k).unflatten(0, (plan.num_chunks, -1))
-    left = fading(decay[..., -1])[..., None, None]
+    left = fading(decay[..., -1], dtype)[..., None, None]
     if initial is None:
         start = added.new_zeros(len(final_k), *added.shape[1:])
     else:
@@ -235,17 +241,17 @@ def scan_heads(chunks: Chunks, weights: Mamba3Weights, initial: Mamba3States | N
     scores = scores * token_weights(decay, g, gamma).flatten(0, 1)[:, :, None, :, None]
     scores = scores.flatten(3, 4).flatten(1, 2)
     scores.diagonal(dim1=1, dim2=2).unflatten(0, (plan.num_chunks, -1)).add_(weights.D[:, None])  # D x, x being v's row
-    y = torch.bmm(rows_q, starts.flatten(0, 1).transpose(1, 2)).view(v.shape) * fading(decay)[..., None, None]
+    y = torch.bmm(rows_q, starts.flatten(0, 1).transpose(1, 2)).view(v.shape) * fading(decay, dtype)[..., None, None]
     y = torch.baddbmm(y.view(rows_v.shape), scores, rows_v).view(v.shape)
     return gate(y.transpose(1, 2), chunks.z, weights).to(kv_dtype), final_ssm, final_k
 
 
-def fading(log: torch.Tensor) -> torch.Tensor:
+def fading(log: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """exp of a log decay; of -80 for anything below, beside which nothing it is added to would show the difference.
 
     Where its result is denormal, exp takes thirty times as long on a CPU.
     """
-    return torch.exp(log.clamp(min=-80))
+    return torch.exp(log.clamp(min=-80).to(dtype))
 
 
 def running_angle(rate: torch.Tensor, dt: torch.Tensor, initial: Mamba3States | None, plan: ChunkPlan):
@@ -270,7 +276,7 @@ def next_token(carried: torch.Tensor, plan: ChunkPlan) -> torch.Tensor:
 def token_weights(decay: torch.Tensor, g: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
     """What token s (last dimension) adds to token t of its chunk, apart from k_s · q_t and v_s: (C, H, L, L)."""
     span = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).clamp(max=0)  # later tokens' would overflow; tril drops them
-    weights = (fading(span) * g.unsqueeze(-2)).tril(-1)
+    weights = (fading(span, g.dtype) * g.unsqueeze(-2)).tril(-1)
     weights.diagonal(dim1=-2, dim2=-1).copy_(gamma)
     return weights
 

@@ -5,9 +5,9 @@ import torch
 from vllm_mamba3.kernels.checks import check_call, choose, expect
 from vllm_mamba3.kernels.layout import Mamba3States, Mamba3Weights
 from vllm_mamba3.kernels.operators import define_operator, weights_as_arguments
-from vllm_mamba3.kernels.step.torch_step import torch_step
+from vllm_mamba3.kernels.step.torch_step import torch_step as step_in_torch
 
-IMPLEMENTATIONS = {"torch": torch_step}
+IMPLEMENTATIONS = {"torch": step_in_torch}
 
 
 def mamba3_step(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3States, slots: torch.Tensor,

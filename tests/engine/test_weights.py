@@ -73,6 +73,7 @@ FAULTS = {
     "of a layer too many": (with_("backbone.layers.2.norm.weight", (32,)), [r"backbone.layers.2.norm.weight"]),
     "misshapen": (with_(f"{MIXER}.D", (9,)), [rf"{MIXER}.D has shape \(9,\)", r"means \(8,\)"]),
     "unpadded": (with_("lm_head.weight", (97, 32)), [r"lm_head.weight has shape \(97, 32\)", r"\(112, 32\)"]),
+    "of 8 bits": (with_(f"{MIXER}.D", (8,), torch.float8_e4m3fn), [r"mixer.D is of torch.float8_e4m3fn"]),
     "quantized": (with_(f"{MIXER}.out_proj.weight", (32, 64), torch.int8), [r"out_proj.weight is of torch.int8"]),
 }
 
@@ -96,6 +97,30 @@ def test_a_tensor_that_the_config_rules_out_is_told_with_the_reason(changes, nam
     config = config_dict(ssm, **{key: value for key, value in changes.items() if key != "ssm"})
     with pytest.raises(ValueError, match=rf"{name}.*\({reason}\)"):
         load(Parameters(), Mamba3Config.from_mamba_ssm(config), [(name, torch.zeros(1))])
+
+
+def test_a_tied_head_that_is_not_the_embedding():
+    config = config_dict(tie_embeddings=True)
+    tensors = random_tensors(config, torch.float32)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
+    with pytest.raises(ValueError, match="embedding.weight and lm_head.weight differ.*tie_embeddings"):
+        load(Parameters(), Mamba3Config.from_mamba_ssm(config), tensors.items())
+
+
+@pytest.mark.parametrize("with_head", [True, False], ids=["head stored", "head not stored"])
+def test_reloaded_weights_are_those_of_the_new_checkpoint(with_head, tmp_path):
+    """vLLM gives a tied head a parameter of its own while it reloads."""
+    config = config_dict()
+    first, second = (write_checkpoint(tmp_path / str(seed), config, seed=seed) for seed in (0, 1))
+    model = IndependentModel(second)
+    if not with_head:
+        tensors = random_tensors(config, torch.float32, 1)
+        tensors.pop("lm_head.weight")
+        torch.save(tensors, second / "pytorch_model.bin")
+    with engines.engine(first, dtype="float32") as llm:
+        engines.compare(IndependentModel(first), PROMPTS, engines.generate(llm, PROMPTS, 4), 1e-4)
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(second)})
+        engines.compare(model, PROMPTS, engines.generate(llm, PROMPTS, 4), 1e-4)
 
 
 def test_a_tensor_there_twice():

@@ -37,6 +37,21 @@ def scan(pages, weights, projected, slots, lengths, has_initial_state):
     return out
 
 
+@pytest.mark.parametrize("dd_A", [30.0, 300.0, 1e4, 3e38])
+def test_a_token_that_forgets_all_leaves_the_ones_behind_it_exact(dd_A):
+    """What is left of the running sum of the log decay after it is small, and the sum is not."""
+    layout = VARIANTS["siso"].layout
+    weights = random_weights(layout, 0, torch.float32)
+    projected = random_projected(layout, 60, 1, torch.float32)
+    columns = sum(layout.projection_widths[:5])
+    projected[:, columns : columns + layout.num_heads] = -20.0  # slow decay, but for
+    projected[3, columns : columns + layout.num_heads] = dd_A
+    out, states = chunked_scan(projected, weights, [60])
+    expected, expected_states = reference(projected, weights)
+    for found, right in ((out, expected), (states.ssm[0], expected_states.ssm)):
+        assert (found - right).norm() < 2e-6 * right.norm()
+
+
 @ALL_VARIANTS
 @DTYPES
 def test_packed_sequences_are_each_alone(variant, dtype):

@@ -53,7 +53,7 @@ def in_front_of(parser: type[ConfigParserBase], refusal: str | None) -> type[Con
 def is_mamba3(file: Any) -> bool:
     """Whether this is a config of mamba_ssm's schema whose mixer is a Mamba-3, even if misspelled."""
     if not isinstance(file, dict) or file.get("model_type") is not None or not isinstance(file.get("ssm_cfg"), dict):
-        return False
+        return False  # another schema
     layer = file["ssm_cfg"].get("layer")
     return isinstance(layer, str) and re.sub(r"[^a-z0-9]", "", layer.lower()).startswith("mamba3")
 

@@ -17,6 +17,8 @@ NORM_WEIGHTS = {
     "mixer.C_norm.weight": "mixer.C_norm",
     "mixer.norm.weight": "mixer.out_norm",
 }
+TIED = ("backbone.embedding.weight", "lm_head.weight")
+STORED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_NAMES_TOLD = 8
 
 
@@ -59,11 +61,11 @@ def checkpoint_tensors(config: Mamba3Config) -> dict[str, tuple[int, ...]]:
 def load(model: nn.Module, config: Mamba3Config, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     """Copy a checkpoint's tensors into the parameters of `model`; returns the names of the parameters filled.
 
-    Raises: ValueError that names a tensor which is missing, surplus, there twice, misshapen (with both shapes) or not
-    of a floating dtype.
+    Raises: ValueError that names a tensor which is missing, surplus, there twice, misshapen (with both shapes), of a
+    dtype that is not bfloat16, float16 or float32, or another than the embedding it is tied to.
     """
     expected = checkpoint_tensors(config)
-    parameters, loaded, seen = dict(model.named_parameters()), set(), set()
+    parameters, loaded, seen, tied = dict(model.named_parameters()), set(), set(), []
     for name, tensor in tensors:
         if name not in expected:
             raise ValueError(f"the checkpoint holds {name}, of shape {tuple(tensor.shape)}, which a model of its "
@@ -73,15 +75,21 @@ def load(model: nn.Module, config: Mamba3Config, tensors: Iterable[tuple[str, to
         if tuple(tensor.shape) != expected[name]:
             raise ValueError(f"the checkpoint's {name} has shape {tuple(tensor.shape)}, and its config.json means "
                              f"{expected[name]}")
-        if not tensor.is_floating_point():
+        if tensor.dtype not in STORED_DTYPES:
             raise ValueError(f"the checkpoint's {name} is of {tensor.dtype}; bfloat16, float16 or float32 is meant")
         seen.add(name)
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue  # stored beside the embedding that it is
-        loaded.add(_fill(parameters, name, tensor, config))
+        if config.tie_word_embeddings and name in TIED:
+            tied.append(tensor)
+            if len(tied) == 2 and not torch.equal(*tied):
+                raise ValueError(f"the checkpoint's {' and '.join(TIED)} differ, and its config.json has tie_embeddings")
+        # The head of a tied model is the embedding; a parameter of its own only while vLLM reloads weights.
+        if name in parameters or name != "lm_head.weight":
+            loaded.add(_fill(parameters, name, tensor, config))
     missing = [name for name in expected if name not in seen]
-    if config.tie_word_embeddings and "lm_head.weight" in missing:
-        missing.remove("lm_head.weight")
+    if config.tie_word_embeddings and missing == ["lm_head.weight"]:
+        missing.clear()
+        if "lm_head.weight" in parameters:
+            loaded.add(_fill(parameters, "lm_head.weight", tied[0], config))
     if missing:
         told = ", ".join(f"{name} {expected[name]}" for name in missing[:MOST_NAMES_TOLD])
         more = f" and {len(missing) - MOST_NAMES_TOLD} more" if len(missing) > MOST_NAMES_TOLD else ""

@@ -31,7 +31,7 @@ class Mamba3AttentionMetadataBuilder(Mamba2AttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: MambaSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         # At one address for good: CUDA graphs read it.
-        rows = max(vllm_config.scheduler_config.max_num_seqs, self.decode_cudagraph_max_bs)
+        rows = vllm_config.scheduler_config.max_num_seqs
         self.has_initial_states_d = torch.zeros(rows, dtype=torch.bool, device=device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False,
