@@ -1,8 +1,10 @@
 """What both doors refuse, and how they say it. Every error is a ValueError: what was expected, and what came."""
 
+from collections.abc import Iterable
+
 import torch
 
-from vllm_mamba3.kernels.layout import Mamba3States, Mamba3Weights
+from vllm_mamba3.kernels.layout import Mamba3States, Mamba3Weights, ssm_dtypes
 
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -25,7 +27,8 @@ def check_call(operation: str, projected: torch.Tensor, weights: Mamba3Weights, 
     num_slots = states[0].shape[0]
     for name, pool, shape, dtype in zip(Mamba3States._fields, states, size.state_shapes,
                                         Mamba3States.dtypes(projected.dtype)):
-        expect(operation, f"the {name} pool", pool, (num_slots, *shape), (dtype,), projected.device)
+        allowed = ssm_dtypes(projected.dtype) if name == "ssm" else (dtype,)
+        expect(operation, f"the {name} pool", pool, (num_slots, *shape), allowed, projected.device)
     sequences = slots.shape[0] if slots.dim() == 1 else -1
     expect(operation, "slots", slots, (sequences,), (torch.int32,), projected.device)
     if has_initial_state is not None:
@@ -63,7 +66,7 @@ def expect(operation: str, name: str, tensor: torch.Tensor, shape: tuple[int, ..
         raise ValueError(f"{operation} expects {name} on {device}, where projected is, and got it on {tensor.device}")
 
 
-def choose(operation: str, implementation: str, implementations: dict) -> None:
+def choose(operation: str, implementation: str, implementations: Iterable[str]) -> None:
     """Refuse an implementation that does not exist."""
     if implementation not in implementations:
         raise ValueError(f"{operation} has no implementation {implementation!r}; it has {', '.join(implementations)}")

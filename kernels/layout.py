@@ -71,9 +71,9 @@ class Mamba3Layout:
 class Mamba3States(NamedTuple):
     """The four states that go from token to token; a pool of them has the slot as first dimension of each.
 
-    angle (H, n) and ssm (H, P, N) are float32 (float64 in float64 evaluations); k (R, H, N) and v (H, P) are of the
-    model's dtype. The float32 states come first because vLLM lays the states of a slot one after another in this
-    order, and each must start at a multiple of its element size.
+    angle (H, n) and ssm (H, P, N) are float32 (float64 in float64 evaluations), k (R, H, N) and v (H, P) of the model's
+    dtype; ssm may be kept in 16 bits. The wider states come first because vLLM lays the states of a slot one after
+    another in this order, and each must start at a multiple of its element size.
     """
 
     angle: torch.Tensor
@@ -82,10 +82,17 @@ class Mamba3States(NamedTuple):
     v: torch.Tensor
 
     @staticmethod
-    def dtypes(model_dtype: torch.dtype) -> "Mamba3States[torch.dtype]":
-        """dtypes of the four states of a model that runs in `model_dtype`."""
+    def dtypes(model_dtype: torch.dtype, ssm_dtype: torch.dtype | None = None) -> "Mamba3States[torch.dtype]":
+        """dtypes of the four states of a model that runs in `model_dtype`; ssm in `ssm_dtype`, if one is named."""
         wide = compute_dtype(model_dtype)
-        return Mamba3States(angle=wide, ssm=wide, k=model_dtype, v=model_dtype)
+        return Mamba3States(angle=wide, ssm=ssm_dtype or wide, k=model_dtype, v=model_dtype)
+
+
+def ssm_dtypes(model_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """What the ssm state of such a model may be kept in, the default first."""
+    if model_dtype == torch.float64:
+        return (torch.float64,)
+    return (torch.float32, torch.bfloat16, torch.float16)
 
 
 def compute_dtype(model_dtype: torch.dtype) -> torch.dtype:

@@ -26,11 +26,43 @@ class Update(NamedTuple):
     q: torch.Tensor
 
 
+def check_supported(projected, weights, pools, out, several, stochastic_rounding) -> None:
+    """Refuse what `mamba3_step` can ask for and this cannot do."""
+    if stochastic_rounding:
+        raise ValueError("mamba3_step takes a rounding_seed with implementation 'triton', and got it with 'torch'")
+
+
 def torch_step(projected: torch.Tensor, weights: Mamba3Weights, pools: Mamba3States, slots: torch.Tensor,
-               has_initial_state: torch.Tensor | None, out: torch.Tensor) -> None:
+               has_initial_state: torch.Tensor | None, out: torch.Tensor, cu_seqlens: torch.Tensor | None = None,
+               num_accepted_tokens: torch.Tensor | None = None, rounding_seed: None = None) -> None:
     """`mamba3_step`, without its checks."""
     run = step_where_it_lies if projected.device.type == "cpu" else step_gathered
-    run(projected, weights.to(compute_dtype(projected.dtype)), pools, slots, has_initial_state, out)
+    weights = weights.to(compute_dtype(projected.dtype))
+    if cu_seqlens is None:
+        run(projected, weights, pools, slots, has_initial_state, out)
+    else:
+        step_several(run, projected, weights, pools, slots, has_initial_state, out, cu_seqlens, num_accepted_tokens)
+
+
+def step_several(run, projected, weights, pools, slots, has_initial_state, out, cu_seqlens, num_accepted_tokens):
+    """Several tokens a sequence: the state goes on to the next token's slot, and is taken further there."""
+    starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    before = slots.gather(1, num_accepted_tokens.long().unsqueeze(1) - 1).squeeze(1)
+    nowhere = len(out)  # where the rows of sequences that are through go
+    results = out.new_zeros(nowhere + 1, out.shape[1])
+    for token in range(slots.shape[1]):
+        rows = starts + token
+        runs = (rows < ends) & (before > 0)
+        after = torch.where(runs, slots[:, token], 0)
+        for pool in pools:
+            # Sequences that do not run copy the null block onto itself.
+            pool.index_copy_(0, after.long(), pool.index_select(0, torch.where(runs, before, 0).long()))
+        result = torch.empty_like(results[: len(slots)])
+        run(projected.index_select(0, torch.where(runs, rows, 0)), weights, pools, after, has_initial_state, result)
+        results.index_copy_(0, torch.where(runs, rows, nowhere), result)
+        before, has_initial_state = after, None
+    within = torch.arange(nowhere, device=out.device).unsqueeze(1) < ends[-1]
+    out.copy_(torch.where(within, results[:nowhere], out))
 
 
 def step_where_it_lies(projected, weights, pools, slots, has_initial_state, out):
@@ -45,7 +77,9 @@ def step_where_it_lies(projected, weights, pools, slots, has_initial_state, out)
         has_initial_state = None if has_initial_state is None else has_initial_state[live]
     slots = slots.long()
     angle, k, v = (pool.index_select(0, slots) for pool in (pools.angle, pools.k, pools.v))
-    ssm = [pools.ssm[slot] for slot in slots.tolist()]
+    places = [pools.ssm[slot] for slot in slots.tolist()]
+    wide = compute_dtype(projected.dtype)
+    ssm = [place.to(wide) for place in places]  # itself, unless it is kept in 16 bits
     if has_initial_state is not None:
         fresh = ~has_initial_state
         for sequence in fresh.nonzero().flatten().tolist():
@@ -55,6 +89,9 @@ def step_where_it_lies(projected, weights, pools, slots, has_initial_state, out)
     inputs = prepare(projected, weights)
     update, angle, k = token_update(inputs, weights, angle, k, v)
     y = torch.stack([update_ssm(*of_sequence) for of_sequence in zip(ssm, *update)])
+    for place, state in zip(places, ssm):
+        if place is not state:
+            place.copy_(state)
     result = read_out(y, inputs, weights)
     if padded:
         out.index_copy_(0, live, result.to(out.dtype))
@@ -73,6 +110,7 @@ def step_gathered(projected, weights, pools, slots, has_initial_state, out):
 
     inputs = prepare(projected, weights)
     update, angle, k = token_update(inputs, weights, angle, k, v)
+    ssm = ssm.to(compute_dtype(projected.dtype))
     y = update_ssm(ssm.flatten(0, 1), *(part.flatten(0, 1) for part in update)).unflatten(0, ssm.shape[:2])
     out.copy_(read_out(y, inputs, weights).masked_fill(~live[:, None], 0))
     for pool, state, old in zip(pools, (angle, ssm, k, inputs.x), before):

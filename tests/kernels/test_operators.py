@@ -18,7 +18,7 @@ TWO = pytest.mark.parametrize("variant", [VARIANTS["siso"], VARIANTS["mimo-rank-
 def test_schema_and_fake(variant, name):
     rows = 2 if name == "step" else 7
     out = torch.empty(rows, variant.layout.inner_size)
-    rest = (SLOTS, GOES_ON, out, "torch") if name == "step" else (SLOTS, ENDS, GOES_ON, out, "torch")
+    rest = (SLOTS, GOES_ON, out, None, None, None, "torch") if name == "step" else (SLOTS, ENDS, GOES_ON, out, "torch")
     torch.library.opcheck(
         getattr(torch.ops.vllm_mamba3, name).default,
         (random_projected(variant.layout, rows, 0, torch.float32),

@@ -1,0 +1,37 @@
+"""How the Triton step is launched: by device, head shape and state dtype; never by the batch, so that a sequence's bits
+do not depend on it."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from vllm_mamba3.kernels.layout import Mamba3Layout
+
+
+class Launch(NamedTuple):
+    """inner: neighbours of a row of the ssm state that neighbouring threads load; a row is folded into state_size /
+    inner of them, which one thread adds up on its own. warps: warps a program, which is one head of one sequence.
+    registers: the most that a thread may take, so that more programs fit on a multiprocessor; None for no limit."""
+
+    inner: int
+    warps: int
+    registers: int | None = None
+
+
+# Measured by tests/benchmarks/bench_step.py: device, head_dim, state_size, bytes of an ssm element, MIMO.
+MEASURED: dict[tuple[str, int, int, int, bool], Launch] = {
+    ("NVIDIA H200", 64, 128, 4, False): Launch(inner=32, warps=4, registers=128),
+    ("NVIDIA H200", 64, 128, 4, True): Launch(inner=32, warps=4, registers=168),
+}
+
+
+def launch_for(device: str, layout: Mamba3Layout, ssm_dtype: torch.dtype) -> Launch:
+    """What was measured for this device and shape, else: 128 bytes of a row side by side (a cache line, which eight
+    threads load 16 bytes each), and 64 elements of the state to a thread."""
+    known = MEASURED.get((device, layout.head_dim, layout.state_size, ssm_dtype.itemsize, layout.is_mimo))
+    if known:
+        return known
+    row, column = triton.next_power_of_2(layout.state_size), triton.next_power_of_2(layout.head_dim)
+    warps = max(1, min(row * column // (64 * 32), 8))
+    return Launch(inner=min(row, 128 // ssm_dtype.itemsize), warps=warps)

@@ -1,0 +1,277 @@
+"""The step as one Triton kernel: from the projected row to the gated output, states in place. Mirrors
+`kernels/reference.py`.
+
+Grid: one program a sequence and head, heads first. It holds the head's ssm state (P, N) in registers, in float32,
+whatever the pool's dtype; everything else is a vector over N or over P, in float32 too. A program reads all it needs of
+its head's four states before it writes any of them, with a barrier between, since one thread's old key is another
+thread's new one.
+
+The state is a tile (N / inner, P, inner) of a row folded into runs of `inner`: a run is loaded by few threads, 16 bytes
+each, and the runs are added up within a thread. So the sum over N in the read-out takes three exchanges among threads
+for each of a thread's rows, not five, and a quarter as many of these.
+"""
+
+from contextlib import nullcontext
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_mamba3.kernels import triton_math
+from vllm_mamba3.kernels.layout import Mamba3States, Mamba3Weights
+from vllm_mamba3.kernels.step.launch import launch_for
+
+
+SEED_STRIDE = tl.constexpr(0x1E3779B97F4A7C15)  # odd and large: the rows' random streams lie far apart
+
+
+@triton.jit
+def _load_with_partner(row, norm, bias, j, partner, in_row):
+    """What `_norm_bias_rotate` takes of each j, and of the j that it rotates with."""
+    return (
+        tl.load(row + j, in_row, 0).to(tl.float32), tl.load(row + partner, in_row, 0).to(tl.float32),
+        tl.load(norm + j, in_row, 0).to(tl.float32), tl.load(norm + partner, in_row, 0).to(tl.float32),
+        tl.load(bias + j, in_row, 0).to(tl.float32), tl.load(bias + partner, in_row, 0).to(tl.float32),
+    )
+
+
+@triton.jit
+def _norm_bias_rotate(loaded, sum_of_squares, cos, sin, epsilon, N: tl.constexpr):
+    """A B or C of one rank, (N / INNER, INNER): normed, biased and rotated."""
+    mine, theirs, norm, norm_of_theirs, bias, bias_of_theirs = loaded
+    scale = tl.rsqrt(sum_of_squares / N + epsilon)
+    return (mine * scale * norm + bias) * cos + (theirs * scale * norm_of_theirs + bias_of_theirs) * sin
+
+
+@triton.jit
+def _add_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _stack(columns, COUNT: tl.constexpr):
+    """Vectors (P,) as the first columns of (P, COUNT), with zeros beyond; COUNT is a power of two."""
+    for _ in tl.static_range(COUNT - len(columns)):
+        columns += (tl.zeros_like(columns[0]),)
+    half: tl.constexpr = COUNT // 2
+    if half == 0:
+        stacked = columns[0][:, None]
+    elif half == 1:
+        stacked = tl.join(columns[0], columns[1])
+    else:
+        evens, odds = (), ()
+        for i in tl.static_range(half):
+            evens += (columns[2 * i],)
+            odds += (columns[2 * i + 1],)
+        pairs = tl.join(_stack(evens, half), _stack(odds, half))  # (P, COUNT / 2, 2)
+        stacked = tl.reshape(pairs, (pairs.shape[0], COUNT))
+    return stacked
+
+
+@triton.jit
+def _step_one_token(
+    row, out, before, after, started, h, seed,
+    angle_pool, ssm_pool, k_pool, v_pool, angle_stride, ssm_stride, k_stride, v_stride,
+    dt_bias, B_bias, C_bias, B_norm, C_norm, D, mimo_x, mimo_z, mimo_o, out_norm, A_floor, epsilon,
+    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, ANGLES: tl.constexpr, R: tl.constexpr,
+    HALVES: tl.constexpr, SOFTPLUS: tl.constexpr, INNER: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):
+    """Head h of one token, from the row at `row` to the output at `out`, from the states in slot `before` to `after`."""
+    p = tl.arange(0, BLOCK_P)
+    j = tl.arange(0, BLOCK_N // INNER)[:, None] * INNER + tl.arange(0, INNER)[None, :]
+    head = h * P + p
+    tile = head[:, None, None] * N + j[None, :, :]
+    P_before, N_before = tl.where(started, P, 0), tl.where(started, N, 0)  # how much there is to read of the states
+    state = tl.load(ssm_pool + before * ssm_stride + tile, (p[:, None, None] < P_before) & (j[None, :, :] < N), 0).to(tl.float32)
+    x = tl.load(row + H * P + head, p < P, 0)
+    z = tl.load(row + head, p < P, 0).to(tl.float32)
+    v_before = tl.load(v_pool + before * v_stride + head, p < P_before, 0).to(tl.float32)
+
+    # Element j of a key turns with its partner by angle i, as the first or the second of the two.
+    if HALVES:
+        second = j >= N // 2
+        i = tl.where(second, j - N // 2, j)
+        partner = tl.where(second, i, i + N // 2)
+    else:
+        second = (j & 1) == 1
+        i, partner = j // 2, j ^ 1
+    in_row = j < N
+    turns = in_row & (i < ANGLES)
+    partner = tl.where(turns, partner, j)
+
+    # All loads before the first sum over N: a sum waits for every warp, and what is loaded after it waits with them.
+    keys, scalars = row + 2 * H * P + h // (H // G) * N, row + 2 * H * P + 2 * R * G * N
+    theta = tl.load(angle_pool + before * angle_stride + h * ANGLES + i, turns & (j < N_before), 0)
+    speed = tl.load(scalars + 3 * H + i, turns, 0).to(tl.float32)
+    B, C, k_before, mimo = (), (), (), ()
+    for r in tl.static_range(R):
+        bias = (h * R + r) * N
+        B += (_load_with_partner(keys + r * G * N, B_norm, B_bias + bias, j, partner, in_row),)
+        C += (_load_with_partner(keys + (R + r) * G * N, C_norm, C_bias + bias, j, partner, in_row),)
+        k_before += (tl.load(k_pool + before * k_stride + (r * H + h) * N + j, j < N_before, 0),)
+        if mimo_x is not None:
+            mimo += (tl.load(mimo_x + (h * R + r) * P + p, p < P, 0).to(tl.float32),)
+    # Of the read-out: (P, R), whose rows are ranks in the weights.
+    of_rank = tl.arange(0, BLOCK_R)[None, :]
+    at, in_read_out = (h * R + of_rank) * P + p[:, None], (of_rank < R) & (p[:, None] < P)
+    Dx, z = tl.load(D + h).to(tl.float32) * x.to(tl.float32)[:, None], z[:, None]
+    o = 1.0
+    if mimo_x is not None:
+        Dx *= tl.load(mimo_x + at, in_read_out, 0).to(tl.float32)
+        z *= tl.load(mimo_z + at, in_read_out, 0).to(tl.float32)
+        o = tl.load(mimo_o + at, in_read_out, 0).to(tl.float32)
+
+    dt = triton_math.softplus(tl.load(scalars + h).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32))
+    rate = triton_math.decay_rate(tl.load(scalars + H + h).to(tl.float32), A_floor, SOFTPLUS)
+    trapezoid = triton_math.sigmoid(tl.load(scalars + 2 * H + h).to(tl.float32))
+    alpha, gamma = triton_math.exp(-rate * dt), trapezoid * dt
+    beta = (dt - gamma) * alpha
+    theta = triton_math.wrap_angle(tl.fma(triton_math.tanh(speed) * triton_math.PI, dt, theta))
+    cos, sin = triton_math.cos_sin(theta)
+    cos, sin = tl.where(turns, cos, 1.0), tl.where(turns, tl.where(second, sin, -sin), 0.0)
+
+    k, q = (), ()
+    for r in tl.static_range(R):
+        squares = tl.reshape(B[r][0] * B[r][0], (BLOCK_N,)), tl.reshape(C[r][0] * C[r][0], (BLOCK_N,))
+        squares_of_B, squares_of_C = tl.reduce(squares, 0, _add_two)  # both in one exchange among the warps
+        k += (_norm_bias_rotate(B[r], squares_of_B, cos, sin, epsilon, N).to(k_pool.dtype.element_ty),)
+        q += (_norm_bias_rotate(C[r], squares_of_C, cos, sin, epsilon, N),)
+
+    own, previous = x.to(tl.float32) * gamma, v_before * beta
+    state *= alpha
+    for r in tl.static_range(R):
+        own_r, previous_r = own, previous
+        if mimo_x is not None:
+            own_r, previous_r = own * mimo[r], previous * mimo[r]
+        # Of two keys the compiler does not know which it could hand to the other threads in 16 bits, to be unpacked by
+        # each; it hands them on in 32. The second is never taken: both are zeros where j >= N.
+        k_now, k_then = k[r].to(tl.float32), k_before[r].to(tl.float32)
+        state += own_r[:, None, None] * tl.where(in_row, k_now, k_then)[None, :, :]
+        state += previous_r[:, None, None] * tl.where(in_row, k_then, k_now)[None, :, :]
+
+    tl.debug_barrier()  # every thread has read its part of the states; from here on they are overwritten
+    if seed is not None:
+        bits = tl.randint(seed, tile, 7)  # seven rounds are the fewest that pass all tests (Salmon et al. 2011)
+        kept = triton_math.round_stochastically(state, ssm_pool.dtype.element_ty, bits)
+    else:
+        kept = state.to(ssm_pool.dtype.element_ty)
+    tl.store(ssm_pool + after * ssm_stride + tile, kept, (p[:, None, None] < P) & (j[None, :, :] < N))
+    tl.store(angle_pool + after * angle_stride + h * ANGLES + i, theta, turns & (second == 0))
+    tl.store(v_pool + after * v_stride + head, x.to(v_pool.dtype.element_ty), p < P)
+    for r in tl.static_range(R):
+        tl.store(k_pool + after * k_stride + (r * H + h) * N + j, k[r], in_row)
+
+    y = ()
+    for r in tl.static_range(R):
+        y += (tl.sum(tl.sum(state * q[r][None, :, :], 1), 1),)
+    y = _stack(y, BLOCK_R) + Dx
+    if out_norm is not None:
+        y *= tl.rsqrt(tl.sum(tl.where(in_read_out, y * y, 0.0), 0) / P + epsilon)[None, :]
+        y *= tl.load(out_norm + head, p < P, 0).to(tl.float32)[:, None]
+    result = tl.sum(y * triton_math.silu(z) * o, 1)
+    tl.store(out + head, result.to(out.dtype.element_ty), p < P)
+
+
+@triton.jit(
+    do_not_specialize=["slots_stride"],
+    do_not_specialize_on_alignment=["slots", "has_initial_state", "cu_seqlens", "num_accepted_tokens"],
+)
+def step_kernel(
+    projected, out, slots, has_initial_state, cu_seqlens, num_accepted_tokens, rounding_seed,
+    row_stride, out_stride, slots_stride,
+    angle_pool, ssm_pool, k_pool, v_pool, angle_stride, ssm_stride, k_stride, v_stride,
+    dt_bias, B_bias, C_bias, B_norm, C_norm, D, mimo_x, mimo_z, mimo_o, out_norm, A_floor, epsilon,
+    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, ANGLES: tl.constexpr, R: tl.constexpr,
+    HALVES: tl.constexpr, SOFTPLUS: tl.constexpr, INNER: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):
+    h = tl.program_id(0) % H
+    sequence = (tl.program_id(0) // H).to(tl.int64)
+    slots += sequence * slots_stride
+    p = tl.arange(0, BLOCK_P)
+    nothing = tl.zeros((BLOCK_P,), out.dtype.element_ty)
+    if cu_seqlens is None:  # one token
+        slot = tl.load(slots).to(tl.int64)
+        if slot <= 0:
+            tl.store(out + sequence * out_stride + h * P + p, nothing, p < P)
+            return
+        started = True
+        if has_initial_state is not None:
+            started = tl.load(has_initial_state + sequence) != 0
+        seed = rounding_seed
+        if rounding_seed is not None:
+            seed = tl.load(rounding_seed) + sequence * SEED_STRIDE
+        _step_one_token(
+            projected + sequence * row_stride, out + sequence * out_stride, slot, slot, started, h, seed,
+            angle_pool, ssm_pool, k_pool, v_pool, angle_stride, ssm_stride, k_stride, v_stride,
+            dt_bias, B_bias, C_bias, B_norm, C_norm, D, mimo_x, mimo_z, mimo_o, out_norm, A_floor, epsilon,
+            H, P, N, G, ANGLES, R, HALVES, SOFTPLUS, INNER, BLOCK_P, BLOCK_N, BLOCK_R,
+        )
+    else:  # several tokens, each with a slot for the state after it
+        first, end = tl.load(cu_seqlens + sequence).to(tl.int64), tl.load(cu_seqlens + sequence + 1).to(tl.int64)
+        before = tl.load(slots + tl.load(num_accepted_tokens + sequence) - 1).to(tl.int64)
+        started = before > 0
+        if has_initial_state is not None:
+            started = tl.load(has_initial_state + sequence) != 0
+        for row in range(first, end):
+            after = tl.load(slots + (row - first)).to(tl.int64)
+            if (before > 0) & (after > 0):
+                seed = rounding_seed
+                if rounding_seed is not None:
+                    seed = tl.load(rounding_seed) + row * SEED_STRIDE
+                _step_one_token(
+                    projected + row * row_stride, out + row * out_stride, before, after, started, h, seed,
+                    angle_pool, ssm_pool, k_pool, v_pool, angle_stride, ssm_stride, k_stride, v_stride,
+                    dt_bias, B_bias, C_bias, B_norm, C_norm, D, mimo_x, mimo_z, mimo_o, out_norm, A_floor, epsilon,
+                    H, P, N, G, ANGLES, R, HALVES, SOFTPLUS, INNER, BLOCK_P, BLOCK_N, BLOCK_R,
+                )
+                tl.debug_barrier()  # the next token reads what this one wrote
+            else:
+                tl.store(out + row * out_stride + h * P + p, nothing, p < P)
+            before, started = after, after > 0
+
+
+def check_supported(projected, weights, pools, out, several, stochastic_rounding) -> None:
+    """Refuse what `mamba3_step` can ask for and this cannot do."""
+    if projected.dtype == torch.float64:
+        raise ValueError("mamba3_step computes in float32 with implementation 'triton', and got projected in float64; "
+                         "use 'torch'")
+    for name, tensor in (("projected", projected), ("out", out)):
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"mamba3_step expects the columns of {name} side by side with implementation 'triton', and "
+                             f"got strides {tensor.stride()}")
+    for name, pool in zip(Mamba3States._fields, pools):
+        if pool.shape[0] and not pool[0].is_contiguous():
+            raise ValueError(f"mamba3_step expects each slot of the {name} pool to be contiguous with implementation "
+                             f"'triton', and got strides {pool.stride()}")
+    for name, tensor in zip(weights.TENSORS, weights.tensors()):
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"mamba3_step expects {name} to be contiguous with implementation 'triton', and got strides "
+                             f"{tensor.stride()}")
+
+
+def triton_step(projected: torch.Tensor, weights: Mamba3Weights, pools: Mamba3States, slots: torch.Tensor,
+                has_initial_state: torch.Tensor | None, out: torch.Tensor, cu_seqlens: torch.Tensor | None = None,
+                num_accepted_tokens: torch.Tensor | None = None, rounding_seed: torch.Tensor | None = None) -> None:
+    """`mamba3_step`, without its checks."""
+    size = weights.layout
+    inner, warps, registers = launch_for(_device_name(projected.device), size, pools.ssm.dtype)
+    with torch.cuda.device(projected.device) if projected.is_cuda else nullcontext():
+        step_kernel[(slots.shape[0] * size.num_heads,)](
+            projected, out, slots, has_initial_state, cu_seqlens, num_accepted_tokens, rounding_seed,
+            projected.stride(0), out.stride(0), slots.stride(0),
+            *pools, *(pool.stride(0) for pool in pools),
+            *weights.tensors(), weights.A_floor, weights.norm_eps,
+            size.num_heads, size.head_dim, size.state_size, size.num_groups, size.num_angles, size.rank,
+            size.is_mimo, weights.A_activation == "softplus", inner,
+            triton.next_power_of_2(size.head_dim), triton.next_power_of_2(size.state_size),
+            triton.next_power_of_2(size.rank),
+            num_warps=warps, **({"maxnreg": registers} if registers else {}),
+        )
+
+
+@cache
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
