@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+from vllm.config.mamba import MambaConfig
 from vllm.config.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 
 from vllm_mamba3.checkpoint.config import Mamba3Config
@@ -21,6 +22,7 @@ def engine(**changes) -> SimpleNamespace:
         lora_config=None,
         kv_transfer_config=None,
         offload_config=OffloadConfig(),
+        mamba_config=MambaConfig(),
     )
     for path, value in changes.items():
         *parents, name = path.split(".")
@@ -46,6 +48,23 @@ def test_the_defaults_are_accepted_and_a_state_is_one_block(ssm_dtype):
     assert config.cache_config.mamba_ssm_cache_dtype == "float32"
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_ssm_state_of_16_bits_is_kept_as_asked(dtype):
+    config = engine(**{"cache_config.mamba_ssm_cache_dtype": dtype})
+    Mamba3EngineConfig.verify_and_update_config(config)
+    assert config.cache_config.mamba_ssm_cache_dtype == dtype
+
+
+def test_stochastic_rounding_is_for_triton(monkeypatch):
+    """That it is for float16 vLLM says itself."""
+    rounding = {"mamba_config.enable_stochastic_rounding": True, "cache_config.mamba_ssm_cache_dtype": "float16"}
+    monkeypatch.setattr("vllm_mamba3.engine_config.chosen_implementation", lambda operation: "torch")
+    with pytest.raises(ValueError, match="torch does not round stochastically"):
+        Mamba3EngineConfig.verify_and_update_config(engine(**rounding))
+    monkeypatch.setattr("vllm_mamba3.engine_config.chosen_implementation", lambda operation: "triton")
+    Mamba3EngineConfig.verify_and_update_config(engine(**rounding))
+
+
 def test_data_parallel_replicas_are_accepted():
     Mamba3EngineConfig.verify_and_update_config(engine(**{"parallel_config.data_parallel_size": 2}))
 
@@ -68,7 +87,7 @@ CASES = [
     ("cache_config.use_replayssm", True, "--use-replayssm"),
     ("cache_config.cache_dtype", "fp8", "--kv-cache-dtype auto"),
     ("cache_config.mamba_cache_dtype", "bfloat16", "--mamba-cache-dtype auto"),
-    ("cache_config.mamba_ssm_cache_dtype", "bfloat16", "--mamba-ssm-cache-dtype float32"),
+    ("mamba_config.stochastic_rounding_philox_rounds", 10, "--mamba-cache-philox-rounds"),
 ]
 
 
@@ -94,6 +113,7 @@ def test_the_installed_vllm_has_the_setting(path):
         "cache_config": CacheConfig,
         "model_config": ModelConfig,
         "parallel_config": ParallelConfig,
+        "mamba_config": MambaConfig,
         "offload_config.uva": UVAOffloadConfig,
         "offload_config.prefetch": PrefetchOffloadConfig,
     }

@@ -12,6 +12,7 @@ from vllm.model_executor.models.config import MambaModelConfig
 from vllm_mamba3 import __version__
 from vllm_mamba3.checkpoint.config import Mamba3Config
 from vllm_mamba3.checkpoint.tokenizer import set_default_tokenizer
+from vllm_mamba3.implementations import chosen_implementation
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -67,13 +68,13 @@ REFUSED = (
         name="a KV cache dtype",
         remedy="set --kv-cache-dtype auto",
     ),
-    # The ssm and angle states are float32, since 16 bits lose accuracy token by token; k and v have the model's dtype.
+    # k and v are what the model computes, in its dtype; the angle is float32.
     Refused("cache_config.mamba_cache_dtype", ("auto",), "another state dtype", "set --mamba-cache-dtype auto"),
     Refused(
-        path="cache_config.mamba_ssm_cache_dtype",
-        allowed=("auto", "float32"),
-        name="another ssm state dtype",
-        remedy="set --mamba-ssm-cache-dtype float32",
+        path="mamba_config.stochastic_rounding_philox_rounds",
+        allowed=(0,),
+        name="a number of Philox rounds",
+        remedy="leave out --mamba-cache-philox-rounds",
     ),
 )
 
@@ -113,7 +114,13 @@ class Mamba3EngineConfig(MambaModelConfig):
                 raise ValueError(
                     f"Mamba-3 models do not support {setting.name} yet ({setting.path} is {shown}): {setting.remedy}."
                 )
-        vllm_config.cache_config.mamba_ssm_cache_dtype = "float32"  # what "auto" means here; vLLM's CPU wants it said
+        cache_config = vllm_config.cache_config
+        if cache_config.mamba_ssm_cache_dtype == "auto":  # 16 bits lose accuracy token by token
+            cache_config.mamba_ssm_cache_dtype = "float32"
+        step, _ = chosen_implementation("step"), chosen_implementation("scan")
+        if vllm_config.mamba_config.enable_stochastic_rounding and step != "triton":
+            raise ValueError(f"The step implementation {step} does not round stochastically: leave out VLLM_MAMBA3_STEP or "
+                             "--enable-mamba-cache-stochastic-rounding.")
         super().verify_and_update_config(vllm_config)
 
 

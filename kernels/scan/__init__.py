@@ -10,9 +10,14 @@ from vllm_mamba3.kernels.scan.torch_scan import torch_scan as scan_in_torch
 IMPLEMENTATIONS = {"torch": scan_in_torch}
 
 
+def default_implementation(device: torch.device | str) -> str:
+    """The implementation of the scan for a device."""
+    return "torch"
+
+
 def mamba3_scan(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3States, slots: torch.Tensor,
                 cu_seqlens: torch.Tensor, has_initial_state: torch.Tensor, out: torch.Tensor,
-                implementation: str = "torch") -> None:
+                implementation: str | None = None) -> None:
     """Take each sequence all its tokens further, between in_proj and out_proj; states and out are written in place.
 
     No gradient goes through it; `vllm_mamba3.kernels.chunked_scan` is the differentiable function. A row that is not
@@ -26,10 +31,11 @@ def mamba3_scan(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3S
             cu_seqlens[s] to cu_seqlens[s + 1].
         has_initial_state: (S,) bool; where False the sequence starts here, and what its slot held is not read.
         out: (T, H·P), in the dtype of projected.
-        implementation: one of `IMPLEMENTATIONS`.
+        implementation: one of `IMPLEMENTATIONS`; None for the device's.
 
     Raises: ValueError that says what came and what is meant.
     """
+    implementation = implementation or default_implementation(projected.device)
     check_call("mamba3_scan", projected, weights, states, slots, has_initial_state, out)
     expect("mamba3_scan", "has_initial_state", has_initial_state, tuple(slots.shape), (torch.bool,))
     expect("mamba3_scan", "cu_seqlens", cu_seqlens, (slots.shape[0] + 1,), (torch.int32,), projected.device)

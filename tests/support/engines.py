@@ -28,13 +28,18 @@ def engine(checkpoint: Path, **settings) -> Iterator:
         gc.collect()
 
 
-def pages(llm) -> list[torch.Tensor]:
-    """The bytes of the state pages of each layer: (blocks, page) int8."""
+def states(llm) -> list[tuple[torch.Tensor, ...]]:
+    """The four state pools of each layer."""
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     layers = worker.model_runner.vllm_config.compilation_config.static_forward_context.values()
+    return [layer.kv_cache for layer in layers]
+
+
+def pages(llm) -> list[torch.Tensor]:
+    """The bytes of the state pages of each layer: (blocks, page) int8."""
     views = []
-    for layer in layers:
-        first, *_, last = layer.kv_cache
+    for pools in states(llm):
+        first, *_, last = pools
         page = first.stride(0) * first.itemsize
         assert last.stride(0) * last.itemsize == page
         whole = torch.empty(0, dtype=torch.int8, device=first.device).set_(first.untyped_storage())

@@ -16,6 +16,7 @@ from vllm.utils.torch_utils import (
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from vllm_mamba3.implementations import chosen_implementation
 from vllm_mamba3.kernels import Mamba3States, Mamba3Weights, mamba3_scan, mamba3_step
 from vllm_mamba3.model.batch_metadata import Mamba3AttentionMetadata
 from vllm_mamba3.model.state_cache import layout_of, state_dtypes, state_shapes, with_aligned_page
@@ -30,6 +31,8 @@ class Mamba3Mixer(nn.Module, MambaBase):
         self.prefix = prefix
         self.layout = size = layout_of(config)
         self._state_shapes, self._state_dtypes = state_shapes(config), state_dtypes(vllm_config)
+        self.step, self.scan = chosen_implementation("step"), chosen_implementation("scan")
+        self.rounds_stochastically = vllm_config.mamba_config.enable_stochastic_rounding
 
         self.in_proj = ColumnParallelLinear(config.hidden_size, size.projection_size, bias=False,
                                             prefix=f"{prefix}.in_proj")
@@ -62,20 +65,38 @@ class Mamba3Mixer(nn.Module, MambaBase):
     def run(self, projected: torch.Tensor, out: torch.Tensor) -> None:
         """From the rows of in_proj to those of out_proj; takes the states of the batch's sequences further."""
         batches = get_forward_context().attn_metadata
-        if batches is None:  # the profile run: no sequences yet, and no states
-            out.zero_()
+        if batches is None:
+            self.run_without_sequences(projected, out)
             return
         batch: Mamba3AttentionMetadata = batches[self.prefix]
-        states = Mamba3States(*self.kv_cache)
         decodes = 0
         if batch.num_decodes:
             slots = batch.state_indices_tensor_d[:, 0]  # as many as the graph has rows: those without a sequence are 0
             decodes = len(slots)
-            mamba3_step(projected[:decodes], self.weights, states, slots, out[:decodes], batch.has_initial_states_d)
+            self.run_step(projected[:decodes], slots, batch.has_initial_states_d, out[:decodes])
         if batch.num_prefills:
             rows = slice(decodes, decodes + batch.num_prefill_tokens)
-            mamba3_scan(projected[rows], self.weights, states, batch.state_indices_tensor_p, batch.query_start_loc_p,
-                        batch.has_initial_states_p, out[rows])
+            mamba3_scan(projected[rows], self.weights, Mamba3States(*self.kv_cache), batch.state_indices_tensor_p,
+                        batch.query_start_loc_p, batch.has_initial_states_p, out[rows], implementation=self.scan)
+
+    def run_step(self, projected: torch.Tensor, slots: torch.Tensor, has_initial_state: torch.Tensor,
+                 out: torch.Tensor) -> None:
+        seed = None
+        if self.rounds_stochastically:
+            seed = torch.randint(2**63 - 1, (1,), device=projected.device)
+        mamba3_step(projected, self.weights, Mamba3States(*self.kv_cache), slots, out, has_initial_state,
+                    rounding_seed=seed, implementation=self.step)
+
+    def run_without_sequences(self, projected: torch.Tensor, out: torch.Tensor) -> None:
+        """vLLM's runs at start-up, to measure memory and, once the states exist, to warm up.
+
+        A step of padding compiles the very kernel that decoding launches, so that no request waits for it.
+        """
+        out.zero_()
+        if self.kv_cache[0].numel():
+            row = slice(0, 1)
+            no_slot = torch.zeros(1, dtype=torch.int32, device=projected.device)
+            self.run_step(projected[row], no_slot, no_slot.bool(), out[row])
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:

@@ -7,14 +7,15 @@ from math import prod
 import torch
 from vllm.config import VllmConfig
 from vllm.utils.math_utils import round_up
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_mamba3.checkpoint.config import Mamba3Config
 from vllm_mamba3.kernels import Mamba3Layout, Mamba3States
 
-# A slot's stride in the pools is the page, so a page must be a whole number of every state's elements; vLLM's own
-# copies of pages want 8 bytes.
-PAGE_ALIGNMENT = 8
+# A slot's stride in the pools is the page. In whole multiples of 16 elements, of any state, the Triton kernels can tell
+# that every row of a slot starts where 16 bytes can be loaded at once.
+PAGE_ALIGNMENT = 64
 
 
 def layout_of(config: Mamba3Config) -> Mamba3Layout:
@@ -36,8 +37,17 @@ def state_shapes(config: Mamba3Config) -> tuple[tuple[int, ...], ...]:
 
 
 def state_dtypes(vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-    """dtypes of the states in the cache's order: angle and ssm in float32, k and v in the model's."""
-    return tuple(Mamba3States.dtypes(vllm_config.model_config.dtype))
+    """dtypes of the states in the cache's order: angle in float32, ssm as --mamba-ssm-cache-dtype says, k and v in the
+    model's."""
+    name = vllm_config.cache_config.mamba_ssm_cache_dtype
+    dtypes = Mamba3States.dtypes(vllm_config.model_config.dtype, STR_DTYPE_TO_TORCH_DTYPE[name])
+    end = 0
+    for shape, dtype in zip(state_shapes(vllm_config.model_config.hf_config), dtypes):
+        if end % dtype.itemsize:  # an odd number of elements of 16 bits, with 32 bits behind them
+            raise ValueError(f"With an ssm state in {name} the states of this model can't lie one after another in "
+                             f"memory: set --mamba-ssm-cache-dtype float32.")
+        end += prod(shape) * dtype.itemsize
+    return tuple(dtypes)
 
 
 def with_aligned_page(spec: MambaSpec) -> MambaSpec:
