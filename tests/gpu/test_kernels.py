@@ -64,7 +64,8 @@ def test_scan(layer, dtype):
     ends = torch.tensor([0, *LENGTHS]).cumsum(0)
     slots = torch.tensor(SLOTS, dtype=torch.int32, device="cuda")
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    mamba3_scan(rows, on_gpu(weights, wide), pools, slots, ends.int().cuda(), torch.tensor(STARTED).cuda(), out)
+    mamba3_scan(rows, on_gpu(weights, wide), pools, slots, ends.int().cuda(), torch.tensor(STARTED).cuda(), out,
+                implementation="torch")
     for index, (slot, started, length) in enumerate(zip(SLOTS, STARTED, LENGTHS)):
         tokens = slice(int(ends[index]), int(ends[index + 1]))
         if slot and length:
@@ -85,7 +86,7 @@ def test_step_in_a_cuda_graph(layer, dtype):
     out = torch.full((len(rows), weights.layout.inner_size), torch.nan, dtype=dtype, device="cuda")
 
     def step():
-        mamba3_step(rows, on_device, pools, slots, out, started)
+        mamba3_step(rows, on_device, pools, slots, out, started, implementation="torch")
 
     step()  # whatever is set up at the first call
     graph = torch.cuda.CUDAGraph()

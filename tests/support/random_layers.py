@@ -75,16 +75,19 @@ class Pages:
     Every byte is 0xFF at first, which is NaN in every floating dtype.
     """
 
-    def __init__(self, layout: Mamba3Layout, dtype: torch.dtype, num_slots: int):
-        sizes = [torch.Size(shape).numel() * kind.itemsize
-                 for shape, kind in zip(layout.state_shapes, Mamba3States.dtypes(dtype))]
-        starts = [sum(sizes[:i]) + 8 * i for i in range(4)]  # 8 spare bytes behind each state
-        starts = [start + -start % 8 for start in starts]
-        page = starts[-1] + sizes[-1] + 8
-        self.bytes = torch.full((num_slots, page + -page % 8), -1, dtype=torch.int8)
+    def __init__(self, layout: Mamba3Layout, dtype: torch.dtype, num_slots: int, ssm_dtype: torch.dtype | None = None,
+                 device: str = "cpu"):
+        kinds = Mamba3States.dtypes(dtype, ssm_dtype)
+        sizes = [torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(layout.state_shapes, kinds)]
+        starts, end = [], 0
+        for size in sizes:  # at least 8 spare bytes behind each state
+            starts.append(end)
+            end += size + 8
+            end += -end % 8
+        self.bytes = torch.full((num_slots, end + -end % 64), -1, dtype=torch.int8, device=device)
         self.pools = Mamba3States(*(
             self.bytes[:, start : start + size].view(kind).unflatten(1, shape)
-            for start, size, shape, kind in zip(starts, sizes, layout.state_shapes, Mamba3States.dtypes(dtype))
+            for start, size, shape, kind in zip(starts, sizes, layout.state_shapes, kinds)
         ))
         self._states = [slice(start, start + size) for start, size in zip(starts, sizes)]
 
