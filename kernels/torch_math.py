@@ -1,6 +1,7 @@
-"""What the torch step and the torch scan share: from a projected row to keys, queries and step sizes, and the gate.
+"""What implementations in PyTorch share: from a projected row to keys, queries and step sizes, and the gate; and the
+states of a step, out of their pools and back.
 
-Everything is vectorised over leading dimensions and differentiable. Symbols: the glossary of `reference.py`.
+The mathematics is vectorised over leading dimensions and differentiable. Symbols: the glossary of `reference.py`.
 """
 
 import math
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from vllm_mamba3.kernels.layout import Mamba3Layout, Mamba3Weights, compute_dtype
+from vllm_mamba3.kernels.layout import Mamba3Layout, Mamba3States, Mamba3Weights, compute_dtype
 
 # From here on softplus(x) is x to the last bit of a float64; torch's own default, 20, is off by 1e-10.
 SOFTPLUS_LINEAR_FROM = 40.0
@@ -109,6 +110,15 @@ def add_bias(BC: torch.Tensor, weights: Mamba3Weights) -> torch.Tensor:
     return (BC.unsqueeze(3) + bias).flatten(2, 3)
 
 
+def keys_and_queries(inputs: TokenInputs, weights: Mamba3Weights, angle: torch.Tensor):
+    """From a token of each sequence and the angle state (S, H, n): that after the token, and k and q (S, H, R, N)."""
+    angle = torch.addcmul(angle, angle_rate(inputs.angle).unsqueeze(1), inputs.dt.unsqueeze(-1))
+    angle = wrap_angle(angle, inputs.dt.dtype)
+    BC = add_bias(inputs.BC.permute(1, 0, 3, 2, 4), weights)
+    k, q = rotate(BC, angle.unsqueeze(2), weights.layout)
+    return angle, k, q
+
+
 def gate(y: torch.Tensor, z: torch.Tensor, weights: Mamba3Weights) -> torch.Tensor:
     """From the read-out y (..., H, R, P), which already holds D's part, and z (..., H, P) to the output (..., H, P)."""
     z = z.to(y.dtype)
@@ -117,3 +127,27 @@ def gate(y: torch.Tensor, z: torch.Tensor, weights: Mamba3Weights) -> torch.Tens
     if weights.mimo_z is None:
         return y.squeeze(-2) * F.silu(z)
     return (y * F.silu(z.unsqueeze(-2) * weights.mimo_z) * weights.mimo_o).sum(-2)
+
+
+def gather(pools: Mamba3States, slots: torch.Tensor,
+           has_initial_state: torch.Tensor | None) -> tuple[Mamba3States, Mamba3States]:
+    """What the slots (S,) hold, and the states that their sequences go on from: zeros for new ones and for padding.
+
+    Nothing depends on values, here and in `scatter`, so that both run in a CUDA graph.
+    """
+    rows, live = slots.clamp(min=0).long(), slots > 0
+    held = Mamba3States(*(pool.index_select(0, rows) for pool in pools))
+    fresh = ~live if has_initial_state is None else ~(live & has_initial_state)
+    return held, Mamba3States(*(state.masked_fill(over(fresh, state), 0) for state in held))
+
+
+def scatter(pools: Mamba3States, slots: torch.Tensor, held: Mamba3States, states: Mamba3States) -> None:
+    """Write the states into their slots, rounded to the pools' dtypes; for padding, what the slot `held`."""
+    rows, live = slots.clamp(min=0).long(), slots > 0
+    for pool, state, old in zip(pools, states, held):
+        pool.index_copy_(0, rows, torch.where(over(live, state), state.to(pool.dtype), old))
+
+
+def over(rows: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """A mask of rows, shaped to broadcast over a state's other dimensions."""
+    return rows.view(-1, *(state.dim() - 1) * (1,))

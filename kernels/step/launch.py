@@ -19,17 +19,17 @@ class Launch(NamedTuple):
     registers: int | None = None
 
 
-# Measured by tests/benchmarks/bench_step.py: device, head_dim, state_size, bytes of an ssm element, MIMO.
-MEASURED: dict[tuple[str, int, int, int, bool], Launch] = {
-    ("NVIDIA H200", 64, 128, 4, False): Launch(inner=32, warps=4, registers=128),
-    ("NVIDIA H200", 64, 128, 4, True): Launch(inner=32, warps=4, registers=168),
+# Measured by tests/benchmarks/bench_step.py: device, head_dim, state_size, bytes of an ssm element, rank.
+MEASURED: dict[tuple[str, int, int, int, int], Launch] = {
+    ("NVIDIA H200", 64, 128, 4, 1): Launch(inner=32, warps=4, registers=128),
+    ("NVIDIA H200", 64, 128, 4, 4): Launch(inner=32, warps=4, registers=168),
 }
 
 
 def launch_for(device: str, layout: Mamba3Layout, ssm_dtype: torch.dtype) -> Launch:
     """What was measured for this device and shape, else: 128 bytes of a row side by side (a cache line, which eight
     threads load 16 bytes each), and 64 elements of the state to a thread."""
-    known = MEASURED.get((device, layout.head_dim, layout.state_size, ssm_dtype.itemsize, layout.is_mimo))
+    known = MEASURED.get((device, layout.head_dim, layout.state_size, ssm_dtype.itemsize, layout.rank))
     if known:
         return known
     row, column = triton.next_power_of_2(layout.state_size), triton.next_power_of_2(layout.head_dim)

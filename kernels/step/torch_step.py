@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_mamba3.kernels.layout import Mamba3States, Mamba3Weights, compute_dtype
-from vllm_mamba3.kernels.torch_math import TokenInputs, add_bias, angle_rate, gate, prepare, rotate, wrap_angle
+from vllm_mamba3.kernels.torch_math import TokenInputs, gate, gather, keys_and_queries, over, prepare, scatter
 
 
 class Update(NamedTuple):
@@ -84,7 +84,7 @@ def step_where_it_lies(projected, weights, pools, slots, has_initial_state, out)
         fresh = ~has_initial_state
         for sequence in fresh.nonzero().flatten().tolist():
             ssm[sequence].zero_()
-        angle, k, v = (state.masked_fill_(_over(fresh, state), 0) for state in (angle, k, v))
+        angle, k, v = (state.masked_fill_(over(fresh, state), 0) for state in (angle, k, v))
 
     inputs = prepare(projected, weights)
     update, angle, k = token_update(inputs, weights, angle, k, v)
@@ -102,24 +102,13 @@ def step_where_it_lies(projected, weights, pools, slots, has_initial_state, out)
 
 
 def step_gathered(projected, weights, pools, slots, has_initial_state, out):
-    live = slots > 0
-    rows = slots.clamp(min=0).long()
-    before = Mamba3States(*(pool.index_select(0, rows) for pool in pools))
-    fresh = ~live if has_initial_state is None else ~(live & has_initial_state)
-    angle, ssm, k, v = (state.masked_fill(_over(fresh, state), 0) for state in before)
-
+    held, (angle, ssm, k, v) = gather(pools, slots, has_initial_state)
     inputs = prepare(projected, weights)
     update, angle, k = token_update(inputs, weights, angle, k, v)
     ssm = ssm.to(compute_dtype(projected.dtype))
     y = update_ssm(ssm.flatten(0, 1), *(part.flatten(0, 1) for part in update)).unflatten(0, ssm.shape[:2])
-    out.copy_(read_out(y, inputs, weights).masked_fill(~live[:, None], 0))
-    for pool, state, old in zip(pools, (angle, ssm, k, inputs.x), before):
-        pool.index_copy_(0, rows, torch.where(_over(live, state), state.to(pool.dtype), old))
-
-
-def _over(rows: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """A mask of rows, shaped to broadcast over a state's other dimensions."""
-    return rows.view(-1, *(state.dim() - 1) * (1,))
+    out.copy_(read_out(y, inputs, weights).masked_fill(slots[:, None] <= 0, 0))
+    scatter(pools, slots, held, Mamba3States(angle, ssm, k, inputs.x))
 
 
 def token_update(inputs: TokenInputs, weights: Mamba3Weights, angle: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
@@ -127,10 +116,7 @@ def token_update(inputs: TokenInputs, weights: Mamba3Weights, angle: torch.Tenso
     dt, gamma = inputs.dt, inputs.trapezoid * inputs.dt
     alpha = torch.exp(inputs.A_dt)
     beta = (dt - gamma) * alpha
-    angle = torch.addcmul(angle, angle_rate(inputs.angle).unsqueeze(1), dt.unsqueeze(-1))
-    angle = wrap_angle(angle, dt.dtype)
-    BC = add_bias(inputs.BC.permute(1, 0, 3, 2, 4), weights)
-    own_k, q = rotate(BC, angle.unsqueeze(2), weights.layout)  # (S, H, R, N)
+    angle, own_k, q = keys_and_queries(inputs, weights, angle)
     own_k = own_k.to(k.dtype).transpose(1, 2)
     keys = torch.stack((own_k, k), 1).to(dt.dtype)  # (S, 2, R, H, N)
     values = torch.stack((inputs.x * gamma.unsqueeze(-1), v * beta.unsqueeze(-1)), 1)  # (S, 2, H, P)

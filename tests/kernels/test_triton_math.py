@@ -1,0 +1,106 @@
+"""The Triton kernels' own functions, interpreted, against float64."""
+
+import math
+
+import pytest
+import torch
+from interpreted_triton import interpreted
+
+FULL_TURN = 2 * 3.1415927410125732
+INFINITY, NAN = math.inf, math.nan
+
+
+def normal(scale, count=512):
+    return scale * torch.randn(count, generator=torch.Generator().manual_seed(0))
+
+
+def softplus(x):
+    return torch.nn.functional.softplus(x, threshold=100)
+
+
+TURN = torch.linspace(0, FULL_TURN, 513)[:-1]
+# Function, what it is in float64, arguments; errors are relative, or of 1 where the last column says so.
+ACCURATE = {
+    "exp": ("exp", torch.exp, normal(20).clamp(-87, 88), 2e-7, False),
+    "exp of small decays": ("exp", torch.exp, -normal(1e-3).abs(), 1.2e-7, False),
+    "softplus": ("softplus", softplus, normal(5), 5e-7, False),
+    "softplus, tiny": ("softplus", softplus, -40 + normal(5), 5e-7, False),
+    "sigmoid": ("sigmoid", torch.sigmoid, normal(8), 5e-7, False),
+    "silu": ("silu", torch.nn.functional.silu, normal(8), 2e-6, False),
+    "tanh": ("tanh", torch.tanh, normal(1), 5e-7, False),
+    "tanh, tiny": ("tanh", torch.tanh, normal(1e-4), 5e-7, False),
+    "wrap": ("wrap_angle", lambda x: x.remainder(FULL_TURN), normal(30), 5e-7, True),
+    "cos": ("cos", torch.cos, TURN, 2e-7, True),
+    "sin": ("sin", torch.sin, TURN, 2e-7, True),
+}
+EXACT = {
+    "exp": ("exp", [-INFINITY, INFINITY, 0.0, -1e4, 1e4, NAN], [0.0, INFINITY, 1.0, 0.0, INFINITY, NAN]),
+    "softplus": ("softplus", [-INFINITY, INFINITY, -1e4, 1e4, NAN], [0.0, INFINITY, 0.0, 1e4, NAN]),
+    "sigmoid": ("sigmoid", [-INFINITY, INFINITY, 0.0, NAN], [0.0, 1.0, 0.5, NAN]),
+    "tanh": ("tanh", [-INFINITY, INFINITY, 0.0, -50.0, NAN], [-1.0, 1.0, 0.0, -1.0, NAN]),
+    "wrap": ("wrap_angle", [0.0, FULL_TURN, -1e-9, 2 * FULL_TURN, 1.0, NAN], [0.0, 0.0, 0.0, 0.0, 1.0, NAN]),
+    "cos": ("cos", [0.0, NAN], [1.0, NAN]),
+    "sin": ("sin", [0.0, NAN], [0.0, NAN]),
+}
+
+
+@pytest.fixture(scope="module")
+def evaluate():
+    """evaluate(name, x): the function of `kernels/triton_math.py` on a vector."""
+    with interpreted() as modules:
+        kernels = modules["math_kernels"]
+
+        def run(name, x):
+            x = torch.tensor(x) if isinstance(x, list) else x
+            padded = torch.zeros(1 << (len(x) - 1).bit_length())
+            padded[: len(x)] = x
+            target = torch.empty_like(padded)
+            kernels.apply[(1,)](padded, target, len(padded), name)
+            return target[: len(x)]
+
+        run.round_stochastically = kernels.round_stochastically
+        yield run
+
+
+@pytest.mark.parametrize("name, true, x, tolerance, absolute", ACCURATE.values(), ids=ACCURATE)
+def test_accurate(evaluate, name, true, x, tolerance, absolute):
+    expected = true(x.double())
+    error = (evaluate(name, x) - expected).abs()
+    assert (error <= tolerance * (1 if absolute else expected.abs())).all(), error.max()
+
+
+@pytest.mark.parametrize("name, x, expected", EXACT.values(), ids=EXACT)
+def test_exact(evaluate, name, x, expected):
+    torch.testing.assert_close(evaluate(name, x), torch.tensor(expected), rtol=0, atol=0, equal_nan=True)
+
+
+def test_wrapped_angles_are_within_a_turn(evaluate):
+    x = torch.cat((normal(1e4), FULL_TURN * torch.arange(-200, 200) + normal(1e-5, 400)))
+    wrapped = evaluate("wrap_angle", x)
+    assert ((wrapped >= 0) & (wrapped < FULL_TURN)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_stochastic_rounding(evaluate, dtype):
+    """Between neighbours by the odds of the place between them; what is exact, infinite or no number stays."""
+    exact = torch.tensor([1.0, -2.5, 0.0, INFINITY, -INFINITY, NAN, 2.0**-14, 1e-3]).to(dtype).float()
+    smallest = 2.0**-24 if dtype == torch.float16 else 2.0**-133
+    between = torch.tensor([1.001, -3.1234, 0.7e-3, 6.001e4, -1e-4, 3.3 * smallest, 0.25 * smallest, -1.6 * smallest])
+    if dtype == torch.bfloat16:
+        between[5:] = torch.tensor([1e-30, -2e-38, 3e38])
+    draws = 2048
+    for values, stays in ((exact, True), (between, False)):
+        generator = torch.Generator().manual_seed(1)
+        source = values.repeat_interleave(draws)
+        bits = torch.randint(-(2**31), 2**31, source.shape, generator=generator, dtype=torch.int64).to(torch.int32)
+        target = torch.empty(len(source), dtype=dtype)
+        evaluate.round_stochastically[(1,)](source, bits.view(torch.uint32), target, len(source))
+        rounded = target.float().view(-1, draws)
+        if stays:
+            torch.testing.assert_close(rounded, values[:, None].expand_as(rounded), rtol=0, atol=0, equal_nan=True)
+            continue
+        for value, results in zip(values, rounded):
+            low, high = results.min(), results.max()
+            assert low < value < high and ((results == low) | (results == high)).all()
+            share = ((value - low) / (high - low)).item()
+            assert abs((results == high).float().mean().item() - share) < 4 * (share * (1 - share) / draws) ** 0.5
