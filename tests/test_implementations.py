@@ -1,9 +1,12 @@
 """Which implementation an engine uses, and how it says so."""
 
+import sys
+
 import pytest
 
 from vllm_mamba3 import implementations
 from vllm_mamba3.kernels.step import default_implementation
+from vllm_mamba3.kernels.step.mamba_ssm_step import cute_step
 
 
 @pytest.fixture
@@ -51,3 +54,12 @@ def test_no_such_implementation(chosen, operation, names):
     variable = f"VLLM_MAMBA3_{operation.upper()}"
     with pytest.raises(ValueError, match=f"{variable} is 'cuda'; it must be one of {names}"):
         chosen(operation, **{variable: "cuda"})
+
+
+@pytest.mark.parametrize("name, missing, install", [
+    ("triton", "triton", "pip install triton"), ("mamba_ssm", "mamba_ssm", "pip install --no-deps")])
+def test_not_installed(chosen, monkeypatch, name, missing, install):
+    monkeypatch.setitem(sys.modules, missing, None)
+    cute_step.cache_clear()
+    with pytest.raises(ValueError, match=install):
+        chosen("step", VLLM_MAMBA3_STEP=name)

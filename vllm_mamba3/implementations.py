@@ -23,5 +23,6 @@ def chosen_implementation(operation: str) -> str:
     name = os.environ.get(variable) or module.default_implementation(current_platform.device_type)
     if name not in module.IMPLEMENTATIONS:
         raise ValueError(f"{variable} is {name!r}; it must be one of {', '.join(module.IMPLEMENTATIONS)}.")
+    module.check_available(name)
     logger.info("Mamba-3 %s: %s%s", operation, name, f" ({variable})" if os.environ.get(variable) else "")
     return name

@@ -15,6 +15,10 @@ def default_implementation(device: torch.device | str) -> str:
     return "torch"
 
 
+def check_available(implementation: str) -> None:
+    """Raise ValueError if what an implementation needs is not there; torch is."""
+
+
 def mamba3_scan(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3States, slots: torch.Tensor,
                 cu_seqlens: torch.Tensor, has_initial_state: torch.Tensor, out: torch.Tensor,
                 implementation: str | None = None) -> None:

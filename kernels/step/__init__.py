@@ -18,6 +18,18 @@ def default_implementation(device: torch.device | str) -> str:
     return "triton" if torch.device(device).type == "cuda" else "torch"
 
 
+def check_available(implementation: str) -> None:
+    """Raise ValueError, with the line that installs it, if what an implementation needs is not there."""
+    if implementation == "triton":
+        try:
+            import_module("triton")
+        except ImportError as error:
+            raise ValueError(f"the step implementation 'triton' can't import Triton: {error}. Install it with: "
+                             "pip install triton") from error
+    elif implementation == "mamba_ssm":
+        import_module(f"{__name__}.mamba_ssm_step").check_available()
+
+
 def mamba3_step(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3States, slots: torch.Tensor,
                 out: torch.Tensor, has_initial_state: torch.Tensor | None = None, *,
                 cu_seqlens: torch.Tensor | None = None, num_accepted_tokens: torch.Tensor | None = None,

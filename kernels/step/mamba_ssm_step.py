@@ -82,7 +82,7 @@ def check_supported(projected, weights, pools, out, several, stochastic_rounding
 def mamba_ssm_step(projected: torch.Tensor, weights: Mamba3Weights, pools: Mamba3States, slots: torch.Tensor,
                    has_initial_state: torch.Tensor | None, out: torch.Tensor, cu_seqlens: None = None,
                    num_accepted_tokens: None = None, rounding_seed: None = None) -> None:
-    """`mamba3_step`, without its checks. Compiles the kernel at the first call for a layout, so not in a CUDA graph."""
+    """`mamba3_step`, without its checks. The first call for a layout compiles the kernel: not within a CUDA graph."""
     weights = weights.to(torch.float32)
     held, (angle, ssm, k, v) = gather(pools, slots, has_initial_state)
     inputs = prepare(projected, weights)

@@ -26,8 +26,8 @@ VARIANTS = {
 }
 ALL_VARIANTS = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 SLOTS, STARTS, LENGTH = [5, 2, 0, 3], [1], 8  # the third is padding, the second starts
-# ||error|| / ||value|| against float64. A bfloat16 layer takes and returns rows and keeps k and v in 8 bits, in one case
-# the ssm state too. The tanh in the kernel's gate has 11.
+# ||error|| / ||value|| against float64. A bfloat16 layer takes and returns rows and keeps k and v in 8 bits, once its
+# ssm state too. The tanh in the kernel's gate has 11.
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 GATE_BOUND = 5e-4
 
