@@ -1,6 +1,9 @@
 """One engine on a GPU against the reference; a process of its own, since graphs of several do not live well in one.
 
     check_engine.py CHECKPOINT RUNNER [SETTING=VALUE ...]        RUNNER: 1 for vLLM's model runner V2, 0 for V1
+
+Nothing is compiled while it serves. With an ssm state of 16 bits the tokens may be others than the reference's; the
+log-probabilities of what was chosen are near.
 """
 
 import json
@@ -24,11 +27,26 @@ def main() -> None:
     prompts = [[draw.randrange(128256) for _ in range(length)] for length in LENGTHS]
     model = IndependentModel(checkpoint, device="cuda")
     settings = {name: json.loads(value) for name, value in settings.items()}
-    with engines.engine(checkpoint, dtype="float32", num_gpu_blocks_override=16, gpu_memory_utilization=0.3,
+    with engines.engine(checkpoint, dtype="float32", num_gpu_blocks_override=16, gpu_memory_utilization=0.1,
                         **settings) as llm:
-        engines.compare(model, prompts, engines.generate(llm, prompts, MAX_TOKENS), 1e-4)
-        engines.compare(model, prompts, engines.generate(llm, prompts, MAX_TOKENS, together=False), 1e-4)
+        compiled = kernels()
+        for together in (True, False):
+            completions = engines.generate(llm, prompts, MAX_TOKENS, together)
+            if "mamba_ssm_cache_dtype" in settings:
+                error = engines.differences(model, prompts, completions).square().mean().sqrt().item()
+                print(f"largest difference, in the mean: {error:.1e}")
+                assert 0 < error < 1e-2
+            else:
+                engines.compare(model, prompts, completions, 1e-4)
         assert engines.null_block_is_untouched(llm)
+        assert compiled == kernels() and len(compiled) == 1, (compiled, kernels())
+
+
+def kernels() -> set:
+    """The variants of the step kernel that this process has compiled."""
+    from vllm_mamba3.kernels.step.triton_step import step_kernel
+
+    return {str(key) for caches in step_kernel.device_caches.values() for key in caches[0]}
 
 
 if __name__ == "__main__":
