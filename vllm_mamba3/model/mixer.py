@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm_mamba3.implementations import chosen_implementation
 from vllm_mamba3.kernels import Mamba3States, Mamba3Weights, mamba3_scan, mamba3_step
 from vllm_mamba3.model.batch_metadata import Mamba3AttentionMetadata
-from vllm_mamba3.model.state_cache import layout_of, state_dtypes, state_shapes, with_aligned_page
+from vllm_mamba3.model.state_cache import layout_of, scratch_states, state_dtypes, state_shapes, with_aligned_page
 
 
 class Mamba3Mixer(nn.Module, MambaBase):
@@ -69,34 +69,34 @@ class Mamba3Mixer(nn.Module, MambaBase):
             self.run_without_sequences(projected, out)
             return
         batch: Mamba3AttentionMetadata = batches[self.prefix]
+        states = Mamba3States(*self.kv_cache)
         decodes = 0
         if batch.num_decodes:
             slots = batch.state_indices_tensor_d[:, 0]  # as many as the graph has rows: those without a sequence are 0
             decodes = len(slots)
-            self.run_step(projected[:decodes], slots, batch.has_initial_states_d, out[:decodes])
+            self.run_step(projected[:decodes], states, slots, batch.has_initial_states_d, out[:decodes])
         if batch.num_prefills:
             rows = slice(decodes, decodes + batch.num_prefill_tokens)
-            mamba3_scan(projected[rows], self.weights, Mamba3States(*self.kv_cache), batch.state_indices_tensor_p,
-                        batch.query_start_loc_p, batch.has_initial_states_p, out[rows], implementation=self.scan)
+            mamba3_scan(projected[rows], self.weights, states, batch.state_indices_tensor_p, batch.query_start_loc_p,
+                        batch.has_initial_states_p, out[rows], implementation=self.scan)
 
-    def run_step(self, projected: torch.Tensor, slots: torch.Tensor, has_initial_state: torch.Tensor,
-                 out: torch.Tensor) -> None:
+    def run_step(self, projected: torch.Tensor, states: Mamba3States, slots: torch.Tensor,
+                 has_initial_state: torch.Tensor, out: torch.Tensor) -> None:
         seed = None
         if self.rounds_stochastically:
             seed = torch.randint(2**63 - 1, (1,), device=projected.device)
-        mamba3_step(projected, self.weights, Mamba3States(*self.kv_cache), slots, out, has_initial_state,
-                    rounding_seed=seed, implementation=self.step)
+        mamba3_step(projected, self.weights, states, slots, out, has_initial_state, rounding_seed=seed,
+                    implementation=self.step)
 
     def run_without_sequences(self, projected: torch.Tensor, out: torch.Tensor) -> None:
-        """vLLM's runs at start-up, to measure memory and, once the states exist, to warm up.
+        """vLLM's run at start-up that measures memory, before there is a state cache.
 
         A step of padding compiles the very kernel that decoding launches, so that no request waits for it.
         """
         out.zero_()
-        if self.kv_cache[0].numel():
-            row = slice(0, 1)
-            no_slot = torch.zeros(1, dtype=torch.int32, device=projected.device)
-            self.run_step(projected[row], no_slot, no_slot.bool(), out[row])
+        row, no_slot = slice(0, 1), torch.zeros(1, dtype=torch.int32, device=projected.device)
+        states = scratch_states(self._state_shapes, self._state_dtypes, projected.device)
+        self.run_step(projected[row], states, no_slot, no_slot.bool(), out[row])
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:

@@ -50,6 +50,18 @@ def state_dtypes(vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
     return tuple(dtypes)
 
 
+def scratch_states(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...],
+                   device: torch.device) -> Mamba3States:
+    """State pools of one slot, in a page of their own laid out as those of the cache."""
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes)]
+    page = torch.zeros(1, round_up(sum(sizes), PAGE_ALIGNMENT), dtype=torch.uint8, device=device)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return Mamba3States(*(
+        page[:, start : start + size].view(dtype).unflatten(1, shape)
+        for start, size, shape, dtype in zip(starts, sizes, shapes, dtypes)
+    ))
+
+
 def with_aligned_page(spec: MambaSpec) -> MambaSpec:
     """The cache's description with a page that every state's dtype divides."""
     size = sum(prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes))
