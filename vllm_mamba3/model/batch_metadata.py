@@ -32,18 +32,24 @@ class Mamba3AttentionMetadataBuilder(Mamba2AttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         # At one address for good: CUDA graphs read it.
         rows = vllm_config.scheduler_config.max_num_seqs
-        self.has_initial_states_d = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.has_initial_states_d = torch.ones(rows, dtype=torch.bool, device=device)
+        self.all_have_states = True  # all of these flags are set, as in every step that only decodes
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False,
               **kwargs: Any) -> Mamba3AttentionMetadata:
-        batch = common_attn_metadata
-        if batch.max_query_len == 1 and batch.is_prefilling is not None:
-            batch = batch.replace(is_prefilling=torch.zeros_like(batch.is_prefilling))
+        batch, prefilling = common_attn_metadata, common_attn_metadata.is_prefilling  # on the CPU
+        if batch.max_query_len == 1 and prefilling is not None and prefilling.any():
+            batch = batch.replace(is_prefilling=torch.zeros_like(prefilling))
         # Past Mamba-2's own build, which lays out chunks that the scan here does not use.
         metadata = BaseMambaAttentionMetadataBuilder.build(self, common_prefix_len, batch, fast_build, **kwargs)
         if metadata.num_decodes:
             flags = self.has_initial_states_d[: metadata.state_indices_tensor_d.shape[0]]
-            flags.copy_((batch.compute_num_computed_tokens() > 0)[: len(flags)], non_blocking=True)
+            if prefilling is None or prefilling[: metadata.num_decodes].any():
+                flags.copy_((batch.compute_num_computed_tokens() > 0)[: len(flags)], non_blocking=True)
+                self.all_have_states = False
+            elif not self.all_have_states:
+                self.has_initial_states_d.fill_(True)
+                self.all_have_states = True
             metadata.has_initial_states_d = flags
         return metadata
 
