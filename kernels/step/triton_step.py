@@ -276,6 +276,10 @@ def triton_step(projected: torch.Tensor, weights: Mamba3Weights, pools: Mamba3St
                 num_accepted_tokens: torch.Tensor | None = None, rounding_seed: torch.Tensor | None = None) -> None:
     """`mamba3_step`, without its checks."""
     size = weights.layout
+    has_initial_state, cu_seqlens, num_accepted_tokens = (
+        None if tensor is None else tensor.contiguous() for tensor in (has_initial_state, cu_seqlens, num_accepted_tokens)
+    )
+    slots = slots if cu_seqlens is None else slots.contiguous()
     inner, warps, registers = launch_for(_device_name(projected.device), size, pools.ssm.dtype)
     if cu_seqlens is not None or rounding_seed is not None:
         registers = None  # measured without these, which take more
