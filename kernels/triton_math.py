@@ -1,7 +1,7 @@
 """Functions of one float32 that the Triton kernels share, to the accuracy of a mathematics library.
 
-`tl.exp` is the GPU's fast exponential, wrong by up to 2^-22, and always to the same side for the same input: of a decay
-that is applied ten thousand times that leaves 2e-3. `tl.sin` and `tl.cos` keep a stack for arguments of any size; angles
+`tl.exp` is the GPU's fast exponential, wrong by up to 2^-22, and always to the same side for the same input: of a
+decay that is applied ten thousand times that leaves 2e-3. `tl.sin` and `tl.cos` keep a stack for arguments of any size; angles
 here are within a turn. The coefficients are those of Cephes (S. Moshier, expf.c, tanhf.c, sinf.c).
 """
 

@@ -119,8 +119,8 @@ class Mamba3EngineConfig(MambaModelConfig):
             cache_config.mamba_ssm_cache_dtype = "float32"
         step, _ = chosen_implementation("step"), chosen_implementation("scan")
         if vllm_config.mamba_config.enable_stochastic_rounding and step != "triton":
-            raise ValueError(f"The step implementation {step} does not round stochastically: leave out VLLM_MAMBA3_STEP or "
-                             "--enable-mamba-cache-stochastic-rounding.")
+            raise ValueError(f"The step implementation {step} does not round stochastically: leave out "
+                             "VLLM_MAMBA3_STEP or --enable-mamba-cache-stochastic-rounding.")
         super().verify_and_update_config(vllm_config)
 
 

@@ -38,17 +38,18 @@ def mamba3_step(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3S
 
     No gradient goes through it.
 
-    For speculative decoding, several tokens a sequence and a slot for the state after each: slots (S, K), cu_seqlens and
-    num_accepted_tokens. The state before the first token is that of the last token accepted, in
-    slots[s, num_accepted_tokens[s] - 1]; the state after token t goes into slots[s, t], which may be the same slot.
+    For speculative decoding, several tokens a sequence and a slot for the state after each: slots (S, K), cu_seqlens
+    and num_accepted_tokens. The state before the first token is that of the last token accepted, in
+    slots[s, num_accepted_tokens[s] - 1]; the state after token t goes into slots[s, t], which may be the same slot. A
+    token with a slot <= 0 ends its sequence there, as padding.
 
     Args:
         projected: (S, d_in_proj), 2-D: the fused projection's rows, one a sequence; bfloat16, float16, float32 or 64.
             With several tokens (rows, d_in_proj), the sequences packed one after another.
         weights: the layer's, on the same device.
         states: the four pools, each (slots, *shape of the state) with any slot stride; see `Mamba3States`.
-        slots: (S,) or (S, K) int32, the pool row of each sequence. Sequences with a slot <= 0 are padding: they touch no
-            state, and their output is zero. No slot above 0 may come twice.
+        slots: (S,) or (S, K) int32, the pool row of each sequence. Sequences with a slot <= 0 are padding: they touch
+            no state, and their output is zero. No slot above 0 may come twice.
         out: (S, H·P), in the dtype of projected; with several tokens (rows, H·P).
         has_initial_state: (S,) bool; where False the sequence starts with this token, and what its slot held before
             is not read. None: all go on.
@@ -84,8 +85,8 @@ def mamba3_step(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3S
 
 def _check_several(projected, slots, has_initial_state, cu_seqlens, num_accepted_tokens):
     if slots.dim() != 2:
-        raise ValueError("mamba3_step expects slots to be a 2-D tensor (sequences, tokens) when it gets cu_seqlens, and "
-                         f"got shape {tuple(slots.shape)}")
+        raise ValueError("mamba3_step expects slots to be a 2-D tensor (sequences, tokens) when it gets cu_seqlens, "
+                         f"and got shape {tuple(slots.shape)}")
     sequences, tokens = slots.shape
     device = projected.device
     expect("mamba3_step", "cu_seqlens", cu_seqlens, (sequences + 1,), (torch.int32,), device)
@@ -96,8 +97,8 @@ def _check_several(projected, slots, has_initial_state, cu_seqlens, num_accepted
         ends = cu_seqlens.tolist()
         lengths = [end - start for start, end in zip(ends, ends[1:])]
         if ends[0] != 0 or ends[-1] > projected.shape[0] or any(not 0 <= length <= tokens for length in lengths):
-            raise ValueError(f"mamba3_step expects cu_seqlens to rise from 0 in steps of at most {tokens}, the slots of "
-                             f"a sequence, to at most the {projected.shape[0]} rows of projected, and got {ends}")
+            raise ValueError(f"mamba3_step expects cu_seqlens to rise from 0 in steps of at most {tokens}, the slots "
+                             f"of a sequence, to at most the {projected.shape[0]} rows of projected, and got {ends}")
         accepted = num_accepted_tokens.tolist()
         if any(not 1 <= count <= tokens for count in accepted):
             raise ValueError(f"mamba3_step expects num_accepted_tokens from 1 to {tokens}, and got {accepted}")
@@ -112,6 +113,6 @@ def _run(projected, weights, states, slots, has_initial_state, out, cu_seqlens, 
 
 
 _operator = define_operator(
-    "step", "Tensor slots, Tensor? has_initial_state, Tensor(out!) out, Tensor? cu_seqlens, Tensor? num_accepted_tokens, "
-    "Tensor? rounding_seed, str implementation", _run
+    "step", "Tensor slots, Tensor? has_initial_state, Tensor(out!) out, Tensor? cu_seqlens, "
+    "Tensor? num_accepted_tokens, Tensor? rounding_seed, str implementation", _run
 )

@@ -18,6 +18,11 @@ class Launch(NamedTuple):
     warps: int
     registers: int | None = None
 
+    def options(self) -> dict[str, int]:
+        """What Triton is told of it; `inner` is the kernel's own."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps} | limit
+
 
 # Measured by tests/benchmarks/bench_step.py: device, head_dim, state_size, bytes of an ssm element, rank.
 MEASURED: dict[tuple[str, int, int, int, int], Launch] = {
@@ -26,12 +31,15 @@ MEASURED: dict[tuple[str, int, int, int, int], Launch] = {
 }
 
 
-def launch_for(device: str, layout: Mamba3Layout, ssm_dtype: torch.dtype) -> Launch:
+def launch_for(device: str, layout: Mamba3Layout, ssm_dtype: torch.dtype, plain: bool = True) -> Launch:
     """What was measured for this device and shape, else: 128 bytes of a row side by side (a cache line, which eight
-    threads load 16 bytes each), and 64 elements of the state to a thread."""
+    threads load 16 bytes each), and 64 elements of the state to a thread.
+
+    plain: one token a sequence, a state rounded to the nearest. Anything else takes more registers than was measured.
+    """
     known = MEASURED.get((device, layout.head_dim, layout.state_size, ssm_dtype.itemsize, layout.rank))
     if known:
-        return known
+        return known if plain else known._replace(registers=None)
     row, column = triton.next_power_of_2(layout.state_size), triton.next_power_of_2(layout.head_dim)
     warps = max(1, min(row * column // (64 * 32), 8))
     return Launch(inner=min(row, 128 // ssm_dtype.itemsize), warps=warps)

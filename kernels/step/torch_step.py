@@ -52,7 +52,7 @@ def step_several(run, projected, weights, pools, slots, has_initial_state, out, 
     results = out.new_zeros(nowhere + 1, out.shape[1])
     for token in range(slots.shape[1]):
         rows = starts + token
-        runs = (rows < ends) & (before > 0)
+        runs = (rows < ends) & (before > 0) & (slots[:, token] > 0)
         after = torch.where(runs, slots[:, token], 0)
         for pool in pools:
             # Sequences that do not run copy the null block onto itself.

@@ -7,8 +7,8 @@ its head's four states before it writes any of them, with a barrier between, sin
 thread's new one.
 
 The state is a tile (P, N / INNER, INNER), each row folded into runs: a run is loaded by few threads, 16 bytes each, and
-the runs of a row are added up within a thread. So the sum over N in the read-out takes three exchanges among threads for
-each of a thread's rows, where a row spread over a whole warp would take five, of four times as many rows.
+the runs of a row are added up within a thread. So the sum over N in the read-out takes three exchanges among threads
+for each of a thread's rows, where a row spread over a whole warp would take five, of four times as many rows.
 """
 
 from contextlib import nullcontext
@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 
 from vllm_mamba3.kernels import triton_math
-from vllm_mamba3.kernels.layout import Mamba3States, Mamba3Weights
+from vllm_mamba3.kernels.layout import Mamba3Layout, Mamba3States, Mamba3Weights
 from vllm_mamba3.kernels.step.launch import launch_for
 
-# Neighbouring runs of threads shall have neighbouring rows of the tile. The compiler spreads threads along the columns, as
-# they lie in memory, and then along the first of the other two dimensions, or from Triton 3.7 on the last.
+# Neighbouring runs of threads shall have neighbouring rows of the tile. The compiler spreads threads along the columns,
+# as they lie in memory, and then along the first of the other two dimensions, or from Triton 3.7 on the last.
 ROWS_FIRST = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 SEED_STRIDE = tl.constexpr(0x1E3779B97F4A7C15)  # odd and large: the rows' random streams lie far apart
 
@@ -222,9 +222,9 @@ def step_kernel(
     goes_on = True
     if has_initial_state is not None:
         goes_on = tl.load(has_initial_state + sequence) != 0
-    seed = rounding_seed
     if cu_seqlens is None:  # one token
         slot = tl.load(slots).to(tl.int64)
+        seed = rounding_seed
         if rounding_seed is not None:
             seed = tl.load(rounding_seed) + sequence * SEED_STRIDE
         _step_one_token(
@@ -240,11 +240,12 @@ def step_kernel(
         for token in range(first, end):
             after = tl.load(slots + (token - first)).to(tl.int64)
             live = (before > 0) & (after > 0)
+            token_seed = rounding_seed  # of the loop's own: what it carries from token to token keeps its type
             if rounding_seed is not None:
-                seed = tl.load(rounding_seed) + token * SEED_STRIDE
+                token_seed = tl.load(rounding_seed) + token * SEED_STRIDE
             _step_one_token(
                 projected + token * row_stride, out + token * out_stride, before, after, live & goes_on, live,
-                h, seed, angle_pool, ssm_pool, k_pool, v_pool, angle_stride, ssm_stride, k_stride, v_stride,
+                h, token_seed, angle_pool, ssm_pool, k_pool, v_pool, angle_stride, ssm_stride, k_stride, v_stride,
                 dt_bias, B_bias, C_bias, B_norm, C_norm, D, mimo_x, mimo_z, mimo_o, out_norm, A_floor, epsilon,
                 H, P, N, G, ANGLES, R, HALVES, SOFTPLUS, INNER, BLOCK_P, BLOCK_N, BLOCK_R, ROWS_FIRST,
             )
@@ -259,16 +260,16 @@ def check_supported(projected, weights, pools, out, several, stochastic_rounding
                          "use 'torch'")
     for name, tensor in (("projected", projected), ("out", out)):
         if tensor.stride(-1) != 1:
-            raise ValueError(f"mamba3_step expects the columns of {name} side by side with implementation 'triton', and "
-                             f"got strides {tensor.stride()}")
+            raise ValueError(f"mamba3_step expects the columns of {name} side by side with implementation 'triton', "
+                             f"and got strides {tensor.stride()}")
     for name, pool in zip(Mamba3States._fields, pools):
         if pool.shape[0] and not pool[0].is_contiguous():
             raise ValueError(f"mamba3_step expects each slot of the {name} pool to be contiguous with implementation "
                              f"'triton', and got strides {pool.stride()}")
     for name, tensor in zip(weights.TENSORS, weights.tensors()):
         if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(f"mamba3_step expects {name} to be contiguous with implementation 'triton', and got strides "
-                             f"{tensor.stride()}")
+            raise ValueError(f"mamba3_step expects {name} to be contiguous with implementation 'triton', and got "
+                             f"strides {tensor.stride()}")
 
 
 def triton_step(projected: torch.Tensor, weights: Mamba3Weights, pools: Mamba3States, slots: torch.Tensor,
@@ -276,25 +277,31 @@ def triton_step(projected: torch.Tensor, weights: Mamba3Weights, pools: Mamba3St
                 num_accepted_tokens: torch.Tensor | None = None, rounding_seed: torch.Tensor | None = None) -> None:
     """`mamba3_step`, without its checks."""
     size = weights.layout
+    small = (has_initial_state, cu_seqlens, num_accepted_tokens)
     has_initial_state, cu_seqlens, num_accepted_tokens = (
-        None if tensor is None else tensor.contiguous() for tensor in (has_initial_state, cu_seqlens, num_accepted_tokens)
+        None if tensor is None else tensor.contiguous() for tensor in small
     )
     slots = slots if cu_seqlens is None else slots.contiguous()
-    inner, warps, registers = launch_for(_device_name(projected.device), size, pools.ssm.dtype)
-    if cu_seqlens is not None or rounding_seed is not None:
-        registers = None  # measured without these, which take more
+    plain = cu_seqlens is None and rounding_seed is None
+    launch = launch_for(_device_name(projected.device), size, pools.ssm.dtype, plain)
     with torch.cuda.device(projected.device) if projected.is_cuda else nullcontext():
         step_kernel[(slots.shape[0] * size.num_heads,)](
             projected, out, slots, has_initial_state, cu_seqlens, num_accepted_tokens, rounding_seed,
             projected.stride(0), out.stride(0), slots.stride(0),
             *pools, *(pool.stride(0) for pool in pools),
             *weights.tensors(), weights.A_floor, weights.norm_eps,
-            size.num_heads, size.head_dim, size.state_size, size.num_groups, size.num_angles, size.rank,
-            size.is_mimo, weights.A_activation == "softplus", inner,
-            triton.next_power_of_2(size.head_dim), triton.next_power_of_2(size.state_size),
-            triton.next_power_of_2(size.rank), ROWS_FIRST,
-            num_warps=warps, **({"maxnreg": registers} if registers else {}),
+            **constants_of(size, weights.A_activation, launch.inner), **launch.options(),
         )
+
+
+def constants_of(size: Mamba3Layout, A_activation: str, inner: int) -> dict[str, int]:
+    """What the kernel is compiled for, by the names of its arguments."""
+    return dict(
+        H=size.num_heads, P=size.head_dim, N=size.state_size, G=size.num_groups, ANGLES=size.num_angles, R=size.rank,
+        HALVES=size.is_mimo, SOFTPLUS=A_activation == "softplus", INNER=inner,
+        BLOCK_P=triton.next_power_of_2(size.head_dim), BLOCK_N=triton.next_power_of_2(size.state_size),
+        BLOCK_R=triton.next_power_of_2(size.rank), ROWS_FIRST=ROWS_FIRST,
+    )
 
 
 @cache

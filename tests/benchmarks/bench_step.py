@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
 from statistics import median
@@ -25,9 +24,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 import step_peers as peers
-from random_layers import random_weights
+from random_layers import Pages, moved, random_weights
 
-from vllm_mamba3.kernels import Mamba3Layout, Mamba3States, Mamba3Weights
+from vllm_mamba3.kernels import Mamba3Layout, Mamba3States
 
 LAYERS, REPLAYS = 12, 20
 SHAPES = {
@@ -86,16 +85,8 @@ def copy_bandwidth() -> float:
 
 def pools_of(layout: Mamba3Layout, state_dtype: torch.dtype):
     """Pools of random states as vLLM lays them: one page a slot, the four states one after another in it."""
-    kinds = Mamba3States.dtypes(torch.bfloat16, state_dtype)
-    sizes = [torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(layout.state_shapes, kinds)]
-
     def make(slots: int) -> Mamba3States:
-        pages = torch.empty(slots, sum(sizes) + -sum(sizes) % 64, dtype=torch.uint8, device=peers.DEVICE)
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        pools = Mamba3States(*(
-            pages[:, start : start + size].view(kind).unflatten(1, shape)
-            for start, size, shape, kind in zip(starts, sizes, layout.state_shapes, kinds)
-        ))
+        pools = Pages(layout, torch.bfloat16, slots, state_dtype, peers.DEVICE, spare=0).pools
         for pool in pools:
             pool.normal_()
         pools.angle.remainder_(6.28)
@@ -104,19 +95,15 @@ def pools_of(layout: Mamba3Layout, state_dtype: torch.dtype):
     return make
 
 
-def copied(weights: Mamba3Weights) -> Mamba3Weights:
-    """A layer's own copy: twelve layers do not share one layer's weights in the cache."""
-    tensors = zip(weights.TENSORS, weights.tensors())
-    return replace(weights, **{name: None if tensor is None else tensor.to(peers.DEVICE, copy=True)
-                               for name, tensor in tensors})
-
-
 def measure(layout: Mamba3Layout, batch: int, state_dtype: torch.dtype, providers: list[str],
             missing: dict[str, str]) -> dict[str, float]:
-    """µs a layer by column; a provider in `missing` is not asked, one that fails is put there."""
+    """µs a layer by column; a provider in `missing` is not asked, one that fails is put there.
+
+    Each of the twelve layers has weights of its own: in the cache they are not one layer's.
+    """
     weights = random_weights(layout, 0, torch.float32)
     makes = {
-        "ours": lambda: peers.ours(copied(weights), pools_of(layout, state_dtype), batch),
+        "ours": lambda: peers.ours(moved(weights, peers.DEVICE), pools_of(layout, state_dtype), batch),
         "official step": lambda: peers.official_step(layout, batch, peers.official_module(layout), state_dtype),
         "its projections": lambda: peers.official_projections(layout, batch, peers.official_module(layout)),
         "official CuTe": lambda: peers.official_cute(layout, batch, state_dtype),

@@ -35,11 +35,6 @@ def layer(request, dtype):
     return weights, Mamba3States(*(pool.cuda() for pool in pools))
 
 
-def on_gpu(weights, dtype):
-    tensors = {name: None if t is None else t.to("cuda", dtype) for name, t in zip(weights.TENSORS, weights.tensors())}
-    return type(weights)(weights.layout, **tensors)
-
-
 def relative(value, expected):
     value, expected = value.detach().cpu().double(), expected.double()
     return ((value - expected).norm() / expected.norm()).item()
@@ -64,8 +59,8 @@ def test_scan(layer, dtype):
     ends = torch.tensor([0, *LENGTHS]).cumsum(0)
     slots = torch.tensor(SLOTS, dtype=torch.int32, device="cuda")
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    mamba3_scan(rows, on_gpu(weights, wide), pools, slots, ends.int().cuda(), torch.tensor(STARTED).cuda(), out,
-                implementation="torch")
+    mamba3_scan(rows, random_layers.moved(weights, "cuda", wide), pools, slots, ends.int().cuda(),
+                torch.tensor(STARTED).cuda(), out, implementation="torch")
     for index, (slot, started, length) in enumerate(zip(SLOTS, STARTED, LENGTHS)):
         tokens = slice(int(ends[index]), int(ends[index + 1]))
         if slot and length:
@@ -79,7 +74,7 @@ def test_step_in_a_cuda_graph(layer, dtype):
     """Captured on padding alone, replayed twice with sequences in its rows."""
     weights, pools = layer
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    on_device = on_gpu(weights, wide)
+    on_device = random_layers.moved(weights, "cuda", wide)
     rows = torch.zeros(len(SLOTS), weights.layout.projection_size, dtype=dtype, device="cuda")
     slots = torch.zeros(len(SLOTS), dtype=torch.int32, device="cuda")
     started = torch.zeros(len(SLOTS), dtype=torch.bool, device="cuda")

@@ -8,6 +8,7 @@ from random_layers import (
     Pages,
     Variant,
     errors,
+    moved,
     random_projected,
     random_states,
 )
@@ -40,12 +41,6 @@ def installed():
         pytest.skip(str(missing))
 
 
-def on_gpu(weights):
-    tensors = zip(weights.TENSORS, weights.tensors())
-    tensors = {name: None if tensor is None else tensor.float().cuda() for name, tensor in tensors}
-    return type(weights)(weights.layout, **tensors, A_activation=weights.A_activation)
-
-
 def int32(values):
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
@@ -67,7 +62,7 @@ def test_against_the_reference(variant, dtype, ssm_dtype):
     outs = torch.full((LENGTH, len(SLOTS), size.inner_size), torch.nan, dtype=dtype, device="cuda")
     for token, (rows, out) in enumerate(zip(tokens.cuda(), outs)):
         goes_on = torch.tensor([token > 0 or sequence not in STARTS for sequence in range(len(SLOTS))], device="cuda")
-        mamba3_step(rows, on_gpu(weights), pages.pools, int32(SLOTS), out, goes_on, implementation="mamba_ssm")
+        mamba3_step(rows, moved(weights, "cuda"), pages.pools, int32(SLOTS), out, goes_on, implementation="mamba_ssm")
 
     assert torch.equal(pages.outside([slot for slot in SLOTS if slot]), outside)
     assert not outs[:, SLOTS.index(0)].any()
@@ -85,7 +80,7 @@ def test_against_the_reference(variant, dtype, ssm_dtype):
 @ALL_VARIANTS
 def test_in_a_cuda_graph(variant):
     """Captured on padding alone, replayed with sequences in its rows: the same bits as without a graph."""
-    weights, size = on_gpu(variant.weights(torch.float64)), variant.layout
+    weights, size = moved(variant.weights(torch.float64), "cuda"), variant.layout
     rows = torch.zeros(len(SLOTS), size.projection_size, dtype=torch.bfloat16, device="cuda")
     slots, goes_on = int32([0] * len(SLOTS)), torch.zeros(len(SLOTS), dtype=torch.bool, device="cuda")
     out = torch.full((len(SLOTS), size.inner_size), torch.nan, dtype=torch.bfloat16, device="cuda")

@@ -31,6 +31,13 @@ def scan_arguments():
                                    cu_seqlens=int32(0, 2, 6, 7), has_initial_state=torch.tensor([True, False, False]))
 
 
+def several_arguments():
+    """Three sequences, the last of them padding, of 2, 1 and 1 tokens and two slots each."""
+    return step_arguments() | dict(
+        projected=random_projected(SIZE, 4, 0, torch.float32), out=torch.zeros(4, 32),
+        slots=int32([1, 2], [3, 4], [0, 0]), cu_seqlens=int32(0, 2, 3, 4), num_accepted_tokens=int32(1, 2, 1))
+
+
 def pool(name, change):
     """A change of one of the pools."""
     return lambda a: dict(states=a["states"]._replace(**{name: change(getattr(a["states"], name))}))
@@ -38,6 +45,16 @@ def pool(name, change):
 
 def to(**changes):
     return lambda arguments: changes
+
+
+def with_half(**changes):
+    """An ssm state in float16, and other changes."""
+    return lambda arguments: pool("ssm", lambda p: p.half())(arguments) | changes
+
+
+def apart(tensor):
+    """The same numbers, with room between neighbours of the last dimension."""
+    return torch.stack((tensor, tensor), -1)[..., 0]
 
 
 META = torch.device("meta")
@@ -77,6 +94,57 @@ STEP = {
         r"got a 3-D tensor of shape \(3, 1, 112\); a step is one token a sequence: pass x\[:, 0\]"),
     "two slots": (to(slots=int32(2, 5)), r"slots to have shape \(3,\), and got shape \(2,\)"),
 }
+SEED = torch.zeros(1, dtype=torch.int64)
+ROUNDING = {
+    "ssm in float32": (to(rounding_seed=SEED), "a rounding_seed for an ssm state of 16 bits, and got one in float32"),
+    "with torch": (with_half(rounding_seed=SEED, implementation="torch"),
+        "a rounding_seed with implementation 'triton', and got it with 'torch'"),
+    "two seeds": (with_half(rounding_seed=torch.cat((SEED, SEED))),
+        r"rounding_seed to have shape \(1,\), and got shape \(2,\)"),
+    "int32 seed": (with_half(rounding_seed=SEED.int()), "rounding_seed in int64, and got int32"),
+    "seed as a number": (with_half(rounding_seed=0), "rounding_seed to be a tensor, and got 0"),
+    "seed's device": (with_half(rounding_seed=SEED.to(META)),
+        "rounding_seed on cpu, where projected is, and got it on meta"),
+}
+ENDS = r"cu_seqlens to rise from 0 in steps of at most 2, .* to at most the 4 rows of projected, and got "
+SEVERAL = {
+    "counts without ends": (to(cu_seqlens=None, slots=int32(1, 2, 3, 0)),
+        "num_accepted_tokens together with cu_seqlens, and got no cu_seqlens"),
+    "1-D slots": (to(slots=int32(1, 2, 0)), r"slots to be a 2-D tensor \(sequences, tokens\) .* got shape \(3,\)"),
+    "3-D slots": (to(slots=int32([[1, 2], [0, 0]])), r"slots to be a 2-D tensor .*, and got shape \(1, 2, 2\)"),
+    "int64 slots": (to(slots=torch.tensor([[1, 2], [3, 4], [0, 0]])), "slots in int32, and got int64"),
+    "slot too high": (to(slots=int32([1, 2], [3, 6], [0, 0])), "got slot 6, and the pools have 6 slots"),
+    "slot twice in a sequence": (to(slots=int32([1, 2], [3, 3], [0, 0])), "got slot 3 twice"),
+    "slot in two sequences": (to(slots=int32([1, 2], [3, 1], [0, 0])), "got slot 1 twice"),
+    "ends of two": (to(cu_seqlens=int32(0, 2, 4)), r"cu_seqlens to have shape \(4,\), and got shape \(3,\)"),
+    "int64 ends": (to(cu_seqlens=torch.tensor([0, 2, 3, 4])), "cu_seqlens in int32, and got int64"),
+    "ends' device": (to(cu_seqlens=int32(0, 2, 3, 4).to(META)), "cu_seqlens on cpu, .* and got it on meta"),
+    "starts late": (to(cu_seqlens=int32(1, 2, 3, 4)), ENDS + r"\[1, 2, 3, 4\]"),
+    "too long": (to(cu_seqlens=int32(0, 3, 3, 4)), ENDS + r"\[0, 3, 3, 4\]"),
+    "falls": (to(cu_seqlens=int32(0, 2, 1, 2)), ENDS + r"\[0, 2, 1, 2\]"),
+    "ends late": (to(cu_seqlens=int32(0, 2, 3, 5)), ENDS + r"\[0, 2, 3, 5\]"),
+    "no counts": (to(num_accepted_tokens=None), "num_accepted_tokens to be a tensor, and got None"),
+    "counts of two": (to(num_accepted_tokens=int32(1, 2)),
+        r"num_accepted_tokens to have shape \(3,\), and got shape \(2,\)"),
+    "int64 counts": (to(num_accepted_tokens=torch.tensor([1, 2, 1])), "num_accepted_tokens in int32, and got int64"),
+    "none accepted": (to(num_accepted_tokens=int32(1, 0, 1)), r"num_accepted_tokens from 1 to 2, and got \[1, 0, 1\]"),
+    "three accepted": (to(num_accepted_tokens=int32(1, 3, 1)), r"num_accepted_tokens from 1 to 2, and got \[1, 3, 1\]"),
+    "flags of four": (to(has_initial_state=torch.ones(4, dtype=torch.bool)),
+        r"has_initial_state to have shape \(3,\), and got shape \(4,\)"),
+    "flags as numbers": (to(has_initial_state=int32(1, 1, 1)), "has_initial_state in bool, and got int32"),
+}
+WITH = "with implementation 'triton', and got "
+TRITON = {
+    "rows apart": (lambda a: dict(projected=apart(a["projected"])),
+        rf"the columns of projected side by side {WITH}strides \(224, 2\)"),
+    "out apart": (lambda a: dict(out=apart(a["out"])), rf"the columns of out side by side {WITH}strides \(64, 2\)"),
+    **{f"{name} apart": (pool(name, apart), rf"each slot of the {name} pool to be contiguous {WITH}strides")
+       for name in Mamba3States._fields},
+    "heads turned": (pool("ssm", lambda p: p.transpose(1, 2).contiguous().transpose(1, 2)),
+        rf"each slot of the ssm pool to be contiguous {WITH}strides \(512, 16, 64, 1\)"),
+    "weights apart": (lambda a: dict(weights=replace(a["weights"], C_bias=apart(a["weights"].C_bias))),
+        rf"C_bias to be contiguous {WITH}strides \(32, 32, 2\)"),
+}
 SCAN = {
     "3-D": (lambda a: dict(projected=a["projected"][None]),
         r"got a 3-D tensor of shape \(1, 7, 112\); pack the sequences"),
@@ -96,7 +164,8 @@ def cases(operation, *tables):
 
 
 @pytest.mark.parametrize("operation, arguments, change, message", [
-    *cases((mamba3_step, step_arguments), BOTH, STEP), *cases((mamba3_scan, scan_arguments), BOTH, SCAN)])
+    *cases((mamba3_step, step_arguments), BOTH, STEP, ROUNDING), *cases((mamba3_step, several_arguments), SEVERAL),
+    *cases((mamba3_scan, scan_arguments), BOTH, SCAN)])
 def test_refused(operation, arguments, change, message):
     arguments = arguments()
     before = [pool.clone() for pool in arguments["states"]]
@@ -104,6 +173,30 @@ def test_refused(operation, arguments, change, message):
         operation(**arguments | change(arguments))
     assert str(refusal.value).startswith(f"{operation.__name__} ")
     assert all(map(torch.equal, before, arguments["states"])) and not arguments["out"].any()
+
+
+@pytest.mark.parametrize("arguments, change, message", [
+    *cases((step_arguments,), TRITON), *cases((several_arguments,), {"several, rows apart": TRITON["rows apart"]})])
+def test_refused_in_triton(arguments, change, message):
+    """What torch takes."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    arguments = arguments()
+    arguments |= change(arguments)
+    before = [pool.clone() for pool in arguments["states"]]
+    with pytest.raises(ValueError, match=f"^mamba3_step expects {message}"):
+        mamba3_step(**arguments, implementation="triton")
+    assert all(map(torch.equal, before, arguments["states"])) and not arguments["out"].any()
+
+
+def test_float64_is_refused_in_triton():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    pages, out = Pages(SIZE, torch.float64, 2), torch.zeros(1, 32, dtype=torch.float64)
+    before = pages.bytes.clone()
+    with pytest.raises(ValueError, match="^mamba3_step computes in float32 with implementation 'triton', and got "
+                                         "projected in float64; use 'torch'"):
+        mamba3_step(random_projected(SIZE, 1, 0), VARIANT.weights(torch.float64), pages.pools, int32(1), out,
+                    implementation="triton")
+    assert torch.equal(pages.bytes, before) and not out.any()
 
 
 @pytest.mark.parametrize("operation, arguments", [(mamba3_step, step_arguments), (mamba3_scan, scan_arguments)],

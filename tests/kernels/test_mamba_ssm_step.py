@@ -17,6 +17,7 @@ from random_layers import (
     random_projected,
     random_states,
 )
+from step_checks import check_batch_of_sequences
 from torch.nn import functional as F
 
 from vllm_mamba3.kernels import Mamba3Layout, Mamba3States, mamba3_step
@@ -74,29 +75,7 @@ def of(states: Mamba3States, sequence: int) -> Mamba3States:
 
 @ALL_VARIANTS
 def test_batch_of_sequences_is_each_alone(variant, step):
-    """Four tokens of sequences that start and that go on, among padding, over pages full of NaN: output, states, and
-    every byte that belongs to no sequence."""
-    weights, size = variant.weights(torch.float32), variant.layout
-    slots, goes_on, padding = [6, 0, 2, 5, -1, 1, 0], [True, True, False, True, False, False, False], (1, 4, 6)
-    pages, initial = Pages(size, torch.float32, 8), random_states(size, len(slots), 3, torch.float32)
-    for sequence, slot in enumerate(slots):
-        if slot > 0 and goes_on[sequence]:
-            pages.write(slot, initial, sequence)
-    used = [slot for slot in slots if slot > 0]
-    before = pages.outside(used)
-    tokens = random_projected(size, 4 * len(slots), 1, torch.float32).view(4, len(slots), -1)
-    tokens[:, padding] = torch.nan
-    outs = torch.full((4, len(slots), size.inner_size), torch.nan)
-    for token, (rows, out) in enumerate(zip(tokens, outs)):
-        step(rows, weights, pages.pools, int32(*slots), out, None if token else torch.tensor(goes_on))
-
-    assert torch.equal(pages.outside(used), before)
-    for sequence, slot in enumerate(slots):
-        if slot <= 0:
-            assert not outs[:, sequence].any()
-        else:
-            expected = reference(tokens[:, sequence], weights, of(initial, sequence) if goes_on[sequence] else None)
-            assert_close(TOLERANCE[torch.float32], outs[:, sequence], pages.read(slot), *expected)
+    check_batch_of_sequences(step, variant, torch.float32, TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("ssm_dtype", [torch.float32, torch.bfloat16], ids=str)

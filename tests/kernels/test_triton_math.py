@@ -7,7 +7,7 @@ import torch
 from interpreted_triton import interpreted
 
 FULL_TURN = 2 * 3.1415927410125732
-INFINITY, NAN = math.inf, math.nan
+INFINITY, NAN, LN_2 = math.inf, math.nan, math.log(2)
 
 
 def normal(scale, count=512):
@@ -15,33 +15,51 @@ def normal(scale, count=512):
 
 
 def softplus(x):
-    return torch.nn.functional.softplus(x, threshold=100)
+    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
 
 
-TURN = torch.linspace(0, FULL_TURN, 513)[:-1]
-# Function, what it is in float64, arguments; errors are relative, or of 1 where the last column says so.
+def grid(low, high):
+    return torch.linspace(low, high, 4096)
+
+
+LAST_OF_TURN = torch.nextafter(torch.tensor([FULL_TURN]), torch.zeros(1))
+TURN = torch.cat((grid(0, FULL_TURN)[:-1], LAST_OF_TURN))
+# Function, what it is in float64, arguments, the error allowed: relative, or of 1 where the last column says so.
 ACCURATE = {
-    "exp": ("exp", torch.exp, normal(20).clamp(-87, 88), 2e-7, False),
+    "exp": ("exp", torch.exp, grid(-87.3, 88.7), 1.2e-7, False),
     "exp of small decays": ("exp", torch.exp, -normal(1e-3).abs(), 1.2e-7, False),
-    "softplus": ("softplus", softplus, normal(5), 5e-7, False),
-    "softplus, tiny": ("softplus", softplus, -40 + normal(5), 5e-7, False),
-    "sigmoid": ("sigmoid", torch.sigmoid, normal(8), 5e-7, False),
-    "silu": ("silu", torch.nn.functional.silu, normal(8), 2e-6, False),
-    "tanh": ("tanh", torch.tanh, normal(1), 5e-7, False),
-    "tanh, tiny": ("tanh", torch.tanh, normal(1e-4), 5e-7, False),
+    "softplus": ("softplus", softplus, grid(-12, 12), 5e-7, False),
+    "softplus, tiny": ("softplus", softplus, grid(-87, -12), 5e-7, False),
+    "softplus, large": ("softplus", softplus, grid(12, 1000), 1.2e-7, False),
+    "sigmoid": ("sigmoid", torch.sigmoid, grid(-87, 87), 2e-7, False),
+    "silu": ("silu", torch.nn.functional.silu, grid(-20, 1000), 2e-6, False),
+    "tanh": ("tanh", torch.tanh, grid(-12, 12), 2e-7, False),
+    "tanh, near 0": ("tanh", torch.tanh, grid(-0.7, 0.7), 2e-7, False),
+    "tanh, tiny": ("tanh", torch.tanh, normal(1e-4), 1.2e-7, False),
     "wrap": ("wrap_angle", lambda x: x.remainder(FULL_TURN), normal(30), 5e-7, True),
-    "cos": ("cos", torch.cos, TURN, 2e-7, True),
-    "sin": ("sin", torch.sin, TURN, 2e-7, True),
+    "wrap what is wrapped": ("wrap_angle", lambda x: x, TURN, 0, True),
+    "cos": ("cos", torch.cos, TURN, 1.2e-7, True),
+    "sin": ("sin", torch.sin, TURN, 1.2e-7, True),
+    "sin, tiny": ("sin", torch.sin, normal(1e-4).abs(), 1.2e-7, False),
 }
 EXACT = {
-    "exp": ("exp", [-INFINITY, INFINITY, 0.0, -1e4, 1e4, NAN], [0.0, INFINITY, 1.0, 0.0, INFINITY, NAN]),
-    "softplus": ("softplus", [-INFINITY, INFINITY, -1e4, 1e4, NAN], [0.0, INFINITY, 0.0, 1e4, NAN]),
-    "sigmoid": ("sigmoid", [-INFINITY, INFINITY, 0.0, NAN], [0.0, 1.0, 0.5, NAN]),
-    "tanh": ("tanh", [-INFINITY, INFINITY, 0.0, -50.0, NAN], [-1.0, 1.0, 0.0, -1.0, NAN]),
-    "wrap": ("wrap_angle", [0.0, FULL_TURN, -1e-9, 2 * FULL_TURN, 1.0, NAN], [0.0, 0.0, 0.0, 0.0, 1.0, NAN]),
-    "cos": ("cos", [0.0, NAN], [1.0, NAN]),
-    "sin": ("sin", [0.0, NAN], [0.0, NAN]),
+    "exp": ("exp", [-INFINITY, INFINITY, 0.0, -0.0, 1e-45, -1e-45, -1e4, 1e4, -3e38, 3e38, NAN],
+            [0.0, INFINITY, 1.0, 1.0, 1.0, 1.0, 0.0, INFINITY, 0.0, INFINITY, NAN]),
+    "softplus": ("softplus", [-INFINITY, INFINITY, 0.0, -0.0, -1e4, 1e4, -3e38, 3e38, NAN],
+                 [0.0, INFINITY, LN_2, LN_2, 0.0, 1e4, 0.0, 3e38, NAN]),
+    "sigmoid": ("sigmoid", [-INFINITY, INFINITY, 0.0, -0.0, -1e4, 1e4, NAN], [0.0, 1.0, 0.5, 0.5, 0.0, 1.0, NAN]),
+    "silu": ("silu", [INFINITY, 0.0, -0.0, -1e4, 1e4, -3e38, 3e38, NAN],
+             [INFINITY, 0.0, 0.0, 0.0, 1e4, 0.0, 3e38, NAN]),
+    "tanh": ("tanh", [-INFINITY, INFINITY, 0.0, -0.0, 1e-38, -50.0, 50.0, -3e38, 3e38, NAN],
+             [-1.0, 1.0, 0.0, 0.0, 1e-38, -1.0, 1.0, -1.0, 1.0, NAN]),
+    "wrap": ("wrap_angle", [0.0, -0.0, FULL_TURN, -1e-9, -1e-45, 2 * FULL_TURN, 1.0, INFINITY, -INFINITY, NAN],
+             [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, NAN, NAN, NAN]),
+    "cos": ("cos", [0.0, -0.0, NAN], [1.0, 1.0, NAN]),
+    "sin": ("sin", [0.0, -0.0, 1e-38, NAN], [0.0, 0.0, 1e-38, NAN]),
 }
+
+# NumPy, which interprets them, warns of what NaN and infinities are meant to do.
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +93,7 @@ def test_exact(evaluate, name, x, expected):
 
 
 def test_wrapped_angles_are_within_a_turn(evaluate):
-    x = torch.cat((normal(1e4), FULL_TURN * torch.arange(-200, 200) + normal(1e-5, 400)))
+    x = torch.cat((normal(1e4), normal(1e30), FULL_TURN * torch.arange(-200, 200) + normal(1e-5, 400)))
     wrapped = evaluate("wrap_angle", x)
     assert ((wrapped >= 0) & (wrapped < FULL_TURN)).all()
 
@@ -104,3 +122,14 @@ def test_stochastic_rounding(evaluate, dtype):
             assert low < value < high and ((results == low) | (results == high)).all()
             share = ((value - low) / (high - low)).item()
             assert abs((results == high).float().mean().item() - share) < 4 * (share * (1 - share) / draws) ** 0.5
+
+
+def test_stochastic_rounding_to_float16_saturates(evaluate):
+    """What is finite stays finite: beyond the largest float16 there is no neighbour above."""
+    source = torch.tensor([65503.0, 65504.0, 65510.0, 65519.0, 1e5, 3e38, -65504.0, -65530.0]).repeat(16)
+    bits = torch.randint(-(2**31), 2**31, source.shape, generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    target = torch.empty(len(source), dtype=torch.float16)
+    evaluate.round_stochastically[(1,)](source, bits.view(torch.uint32), target, len(source))
+    rounded = target.float().view(-1, 8)
+    assert ((rounded[:, 0] == 65504) | (rounded[:, 0] == 65472)).all()
+    assert (rounded[:, 1:6] == 65504).all() and (rounded[:, 6:] == -65504).all()

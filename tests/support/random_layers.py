@@ -1,5 +1,6 @@
 """Random layers and rows of the scale that a trained layer sees, the same for the same seed; how results compare."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,13 @@ def random_weights(layout: Mamba3Layout, seed: int, dtype=torch.float64, out_nor
     )
 
 
+def moved(weights: Mamba3Weights, device: str, dtype: torch.dtype = torch.float32) -> Mamba3Weights:
+    """A copy of a layer's weights on a device."""
+    tensors = zip(weights.TENSORS, weights.tensors())
+    return replace(weights, **{name: None if tensor is None else tensor.to(device, dtype, copy=True)
+                               for name, tensor in tensors})
+
+
 def random_projected(layout: Mamba3Layout, rows: int, seed: int, dtype=torch.float64) -> torch.Tensor:
     """Rows of a fused projection (rows, d_in_proj), every column of about unit scale."""
     return _normal(seed, dtype)(rows, layout.projection_size)
@@ -70,19 +78,19 @@ def _normal(seed: int, dtype: torch.dtype):
 
 
 class Pages:
-    """State pools as vLLM lays them: one page of bytes a slot, cut into the four states, with bytes to spare.
+    """State pools as vLLM lays them: one page of bytes a slot, cut into the four states, with `spare` bytes behind each.
 
     Every byte is 0xFF at first, which is NaN in every floating dtype.
     """
 
     def __init__(self, layout: Mamba3Layout, dtype: torch.dtype, num_slots: int, ssm_dtype: torch.dtype | None = None,
-                 device: str = "cpu"):
+                 device: str = "cpu", spare: int = 8):
         kinds = Mamba3States.dtypes(dtype, ssm_dtype)
         sizes = [torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(layout.state_shapes, kinds)]
         starts, end = [], 0
-        for size in sizes:  # at least 8 spare bytes behind each state
+        for size in sizes:
             starts.append(end)
-            end += size + 8
+            end += size + spare
             end += -end % 8
         self.bytes = torch.full((num_slots, end + -end % 64), -1, dtype=torch.int8, device=device)
         self.pools = Mamba3States(*(

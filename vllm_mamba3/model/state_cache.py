@@ -2,6 +2,7 @@
 another in the order of `Mamba3States`."""
 
 from dataclasses import replace
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -40,29 +41,32 @@ def state_dtypes(vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
     """dtypes of the states in the cache's order: angle in float32, ssm as --mamba-ssm-cache-dtype says, k and v in the
     model's."""
     name = vllm_config.cache_config.mamba_ssm_cache_dtype
-    dtypes = Mamba3States.dtypes(vllm_config.model_config.dtype, STR_DTYPE_TO_TORCH_DTYPE[name])
-    end = 0
-    for shape, dtype in zip(state_shapes(vllm_config.model_config.hf_config), dtypes):
-        if end % dtype.itemsize:  # an odd number of elements of 16 bits, with 32 bits behind them
-            raise ValueError(f"With an ssm state in {name} the states of this model can't lie one after another in "
-                             f"memory: set --mamba-ssm-cache-dtype float32.")
-        end += prod(shape) * dtype.itemsize
-    return tuple(dtypes)
+    dtypes = tuple(Mamba3States.dtypes(vllm_config.model_config.dtype, STR_DTYPE_TO_TORCH_DTYPE[name]))
+    ends = state_ends(state_shapes(vllm_config.model_config.hf_config), dtypes)
+    if any(end % dtype.itemsize for end, dtype in zip(ends, dtypes[1:])):
+        # an odd number of elements of 16 bits, with 32 bits behind them
+        raise ValueError(f"With an ssm state in {name} the states of this model can't lie one after another in "
+                         f"memory: set --mamba-ssm-cache-dtype float32.")
+    return dtypes
+
+
+def state_ends(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...]) -> list[int]:
+    """Where each state ends in its page, in bytes; the next one starts there."""
+    return list(accumulate(prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes)))
 
 
 def scratch_states(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...],
                    device: torch.device) -> Mamba3States:
     """State pools of one slot, in a page of their own laid out as those of the cache."""
-    sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes)]
-    page = torch.zeros(1, round_up(sum(sizes), PAGE_ALIGNMENT), dtype=torch.uint8, device=device)
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    ends = state_ends(shapes, dtypes)
+    page = torch.zeros(1, round_up(ends[-1], PAGE_ALIGNMENT), dtype=torch.uint8, device=device)
     return Mamba3States(*(
-        page[:, start : start + size].view(dtype).unflatten(1, shape)
-        for start, size, shape, dtype in zip(starts, sizes, shapes, dtypes)
+        page[:, start:end].view(dtype).unflatten(1, shape)
+        for start, end, shape, dtype in zip([0, *ends], ends, shapes, dtypes)
     ))
 
 
 def with_aligned_page(spec: MambaSpec) -> MambaSpec:
     """The cache's description with a page that every state's dtype divides."""
-    size = sum(prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes))
-    return replace(spec, page_size_padded=round_up(max(size, spec.page_size_padded or 0), PAGE_ALIGNMENT))
+    end = state_ends(spec.shapes, spec.dtypes)[-1]
+    return replace(spec, page_size_padded=round_up(max(end, spec.page_size_padded or 0), PAGE_ALIGNMENT))
