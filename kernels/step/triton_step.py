@@ -47,8 +47,28 @@ def _norm_bias_rotate(loaded, sum_of_squares, cos, sin, epsilon, N: tl.constexpr
 
 
 @triton.jit
-def _add_two(a, b, c, d):
-    return a + c, b + d
+def _add_2(a, b, a_too, b_too):
+    return a + a_too, b + b_too
+
+
+@triton.jit
+def _add_8(a, b, c, d, e, f, g, h, a_too, b_too, c_too, d_too, e_too, f_too, g_too, h_too):
+    return a + a_too, b + b_too, c + c_too, d + d_too, e + e_too, f + f_too, g + g_too, h + h_too
+
+
+@triton.jit
+def _sum_each(vectors):
+    """The sum of each vector (N,), of an even number of them: of eight in one exchange among the warps, the rest by two."""
+    whole: tl.constexpr = len(vectors) // 8 * 8
+    sums = ()
+    for first in tl.static_range(0, whole, 8):
+        eight = ()
+        for i in tl.static_range(8):
+            eight += (vectors[first + i],)
+        sums += tl.reduce(eight, 0, _add_8)
+    for first in tl.static_range(whole, len(vectors), 2):
+        sums += tl.reduce((vectors[first], vectors[first + 1]), 0, _add_2)
+    return sums
 
 
 @triton.jit
@@ -143,12 +163,13 @@ def _step_one_token(
     cos, sin = triton_math.cos_sin(theta)
     cos, sin = tl.where(turns, cos, 1.0), tl.where(turns, tl.where(second, sin, -sin), 0.0)
 
-    k, q = (), ()
+    squares, k, q = (), (), ()
     for r in tl.static_range(R):
-        squares = tl.reshape(B[r][0] * B[r][0], (BLOCK_N,)), tl.reshape(C[r][0] * C[r][0], (BLOCK_N,))
-        squares_of_B, squares_of_C = tl.reduce(squares, 0, _add_two)  # both in one exchange among the warps
-        k += (_norm_bias_rotate(B[r], squares_of_B, cos, sin, epsilon, N).to(k_pool.dtype.element_ty),)
-        q += (_norm_bias_rotate(C[r], squares_of_C, cos, sin, epsilon, N),)
+        squares += (tl.reshape(B[r][0] * B[r][0], (BLOCK_N,)), tl.reshape(C[r][0] * C[r][0], (BLOCK_N,)))
+    sums = _sum_each(squares)
+    for r in tl.static_range(R):
+        k += (_norm_bias_rotate(B[r], sums[2 * r], cos, sin, epsilon, N).to(k_pool.dtype.element_ty),)
+        q += (_norm_bias_rotate(C[r], sums[2 * r + 1], cos, sin, epsilon, N),)
 
     # Of the read-out: (P, R), whose rows are ranks in the weights; (P,) without ranks.
     if R == 1:

@@ -2,7 +2,8 @@
 
     check_engine.py CHECKPOINT RUNNER [SETTING=VALUE ...]        RUNNER: 1 for vLLM's model runner V2, 0 for V1
 
-Nothing is compiled while it serves. With an ssm state of 16 bits the tokens may be others than the reference's; the
+With the memory for states given, vLLM does not measure what is free, so that several may run side by side. Nothing is
+compiled while one serves. With an ssm state of 16 bits the tokens may be others than the reference's; the
 log-probabilities of what was chosen are near.
 """
 
@@ -28,7 +29,7 @@ def main() -> None:
     model = IndependentModel(checkpoint, device="cuda")
     settings = {name: json.loads(value) for name, value in settings.items()}
     with engines.engine(checkpoint, dtype="float32", num_gpu_blocks_override=16, gpu_memory_utilization=0.1,
-                        **settings) as llm:
+                        kv_cache_memory_bytes=1 << 30, **settings) as llm:
         compiled = kernels()
         for together in (True, False):
             completions = engines.generate(llm, prompts, MAX_TOKENS, together)
