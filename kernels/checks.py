@@ -12,6 +12,10 @@ MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def check_call(operation: str, projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3States,
                slots: torch.Tensor, has_initial_state: torch.Tensor | None, out: torch.Tensor) -> None:
     """Refuse what neither operation takes."""
+    for name, tensor in (("projected", projected), ("slots", slots)):
+        expect_tensor(operation, name, tensor)
+    if not isinstance(weights, Mamba3Weights):
+        raise ValueError(f"{operation} takes weights as Mamba3Weights, and got {type(weights).__name__}")
     size = weights.layout
     if projected.dim() != 2:
         raise ValueError(
@@ -21,14 +25,17 @@ def check_call(operation: str, projected: torch.Tensor, weights: Mamba3Weights, 
     rows = projected.shape[0]
     expect(operation, "projected", projected, (rows, size.projection_size), MODEL_DTYPES)
     expect(operation, "out", out, (rows, size.inner_size), (projected.dtype,), projected.device)
-    if len(states) != len(size.state_shapes):
-        raise ValueError(f"{operation} takes {len(size.state_shapes)} state pools "
-                         f"({', '.join(Mamba3States._fields)}), and got {len(states)}")
-    num_slots = states[0].shape[0]
+    _expect_apart(operation, "out", out)
+    if not isinstance(states, Mamba3States):
+        raise ValueError(f"{operation} takes the state pools as Mamba3States ({', '.join(Mamba3States._fields)}), and "
+                         f"got {type(states).__name__}")
+    expect_tensor(operation, "the angle pool", states.angle)
+    num_slots = states.angle.shape[0] if states.angle.dim() else 0
     for name, pool, shape, dtype in zip(Mamba3States._fields, states, size.state_shapes,
                                         Mamba3States.dtypes(projected.dtype)):
         allowed = ssm_dtypes(projected.dtype) if name == "ssm" else (dtype,)
         expect(operation, f"the {name} pool", pool, (num_slots, *shape), allowed, projected.device)
+        _expect_apart(operation, f"the {name} pool", pool)
     sequences = slots.shape[0] if slots.dim() == 1 else -1
     expect(operation, "slots", slots, (sequences,), (torch.int32,), projected.device)
     if has_initial_state is not None:
@@ -54,8 +61,7 @@ def can_be_read(tensor: torch.Tensor) -> bool:
 def expect(operation: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...],
            device: torch.device | None = None) -> None:
     """Refuse a tensor of another shape (-1: any 1-D length), dtype or device."""
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{operation} expects {name} to be a tensor, and got {tensor!r}")
+    expect_tensor(operation, name, tensor)
     if tuple(tensor.shape) != shape:
         meant = "be a 1-D tensor" if -1 in shape else f"have shape {shape}"
         raise ValueError(f"{operation} expects {name} to {meant}, and got shape {tuple(tensor.shape)}")
@@ -64,6 +70,18 @@ def expect(operation: str, name: str, tensor: torch.Tensor, shape: tuple[int, ..
         raise ValueError(f"{operation} expects {name} in {meant}, and got {str(tensor.dtype).removeprefix('torch.')}")
     if device is not None and tensor.device != device:
         raise ValueError(f"{operation} expects {name} on {device}, where projected is, and got it on {tensor.device}")
+
+
+def expect_tensor(operation: str, name: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{operation} expects {name} to be a tensor, and got {tensor!r}")
+
+
+def _expect_apart(operation: str, name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that is written, if elements of it lie in the same place."""
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride())):
+        raise ValueError(f"{operation} writes to {name}, and got it expanded, with strides {tensor.stride()}: pass a "
+                         "tensor with memory of its own for each element")
 
 
 def choose(operation: str, implementation: str, implementations: Iterable[str]) -> None:

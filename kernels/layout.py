@@ -3,6 +3,7 @@
 Symbols are explained once, in the glossary of `reference.py`.
 """
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
@@ -145,6 +146,8 @@ class Mamba3Weights:
             raise ValueError(f"A_activation is {self.A_activation!r}; it must be 'heavy_tail' or 'softplus'")
         if not self.A_floor > 0:
             raise ValueError(f"A_floor is {self.A_floor!r}; it must be above 0")
+        if not 0 <= self.norm_eps < math.inf:
+            raise ValueError(f"norm_eps is {self.norm_eps!r}; it must be at least 0")
 
     TENSORS = ("dt_bias", "B_bias", "C_bias", "B_norm", "C_norm", "D", "mimo_x", "mimo_z", "mimo_o", "out_norm")
 

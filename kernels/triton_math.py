@@ -112,17 +112,20 @@ def decay_rate(dd_A, floor, SOFTPLUS: tl.constexpr):
 
 @triton.jit
 def round_stochastically(x, dtype: tl.constexpr, bits):
-    """x in a 16-bit dtype, rounded up or down with the odds of its place between the two; bits: 32 random ones."""
+    """x in a 16-bit dtype, rounded up or down with the odds of its place between the two; bits: 32 random ones. What is
+    finite stays so."""
     as_bits = x.to(tl.uint32, bitcast=True)
     if dtype == tl.bfloat16:
         dropped: tl.constexpr = 16
+        largest: tl.constexpr = 3.3895313892515355e38
     else:
         dropped: tl.constexpr = 13
+        largest: tl.constexpr = 65504.0
     mask: tl.constexpr = (1 << dropped) - 1
     finite = tl.abs(x) < float("inf")
     rounded = ((as_bits + (bits & mask)) & (0xFFFFFFFF - mask)).to(tl.float32, bitcast=True)
     if dtype == tl.float16:  # below 2^-14 its steps are all of 2^-24
         steps = tl.floor(x * 16777216.0 + (bits >> 8).to(tl.float32) * 5.9604644775390625e-08)
         rounded = tl.where(tl.abs(x) < 6.103515625e-05, steps * 5.9604644775390625e-08, rounded)
-        rounded = tl.where(rounded > 65504.0, 65504.0, tl.where(rounded < -65504.0, -65504.0, rounded))
+    rounded = tl.where(rounded > largest, largest, tl.where(rounded < -largest, -largest, rounded))
     return tl.where(finite, rounded, x).to(dtype)

@@ -62,4 +62,10 @@ def test_not_installed(chosen, monkeypatch, name, missing, install):
     monkeypatch.setitem(sys.modules, missing, None)
     cute_step.cache_clear()
     with pytest.raises(ValueError, match=install):
+        chosen("step", device="cuda", VLLM_MAMBA3_STEP=name)
+
+
+@pytest.mark.parametrize("name", ["triton", "mamba_ssm"])
+def test_not_on_this_device(chosen, name):
+    with pytest.raises(ValueError, match=f"'{name}' runs on CUDA and ROCm devices, and the device is cpu: use 'torch'"):
         chosen("step", VLLM_MAMBA3_STEP=name)

@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_mamba3.kernels.checks import can_be_read, check_call, choose, expect
+from vllm_mamba3.kernels.checks import can_be_read, check_call, choose, expect, expect_tensor
 from vllm_mamba3.kernels.layout import Mamba3States, Mamba3Weights
 from vllm_mamba3.kernels.operators import define_operator, weights_as_arguments
 from vllm_mamba3.kernels.scan.torch_scan import torch_scan as scan_in_torch
@@ -15,8 +15,8 @@ def default_implementation(device: torch.device | str) -> str:
     return "torch"
 
 
-def check_available(implementation: str) -> None:
-    """Raise ValueError if what an implementation needs is not there; torch is."""
+def check_available(implementation: str, device: torch.device | str) -> None:
+    """Raise ValueError if an implementation does not run on the device; torch does."""
 
 
 def mamba3_scan(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3States, slots: torch.Tensor,
@@ -39,6 +39,7 @@ def mamba3_scan(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3S
 
     Raises: ValueError that says what came and what is meant.
     """
+    expect_tensor("mamba3_scan", "projected", projected)
     implementation = implementation or default_implementation(projected.device)
     check_call("mamba3_scan", projected, weights, states, slots, has_initial_state, out)
     expect("mamba3_scan", "has_initial_state", has_initial_state, tuple(slots.shape), (torch.bool,))

@@ -4,7 +4,7 @@ from importlib import import_module
 
 import torch
 
-from vllm_mamba3.kernels.checks import can_be_read, check_call, choose, expect
+from vllm_mamba3.kernels.checks import can_be_read, check_call, choose, expect, expect_tensor
 from vllm_mamba3.kernels.layout import Mamba3States, Mamba3Weights
 from vllm_mamba3.kernels.operators import define_operator, weights_as_arguments
 
@@ -18,8 +18,12 @@ def default_implementation(device: torch.device | str) -> str:
     return "triton" if torch.device(device).type == "cuda" else "torch"
 
 
-def check_available(implementation: str) -> None:
-    """Raise ValueError, with the line that installs it, if what an implementation needs is not there."""
+def check_available(implementation: str, device: torch.device | str) -> None:
+    """Raise ValueError if an implementation does not run on the device, or what it needs is not there; then with the
+    line that installs it."""
+    if implementation != "torch" and torch.device(device).type != "cuda":
+        raise ValueError(f"the step implementation {implementation!r} runs on CUDA and ROCm devices, and the device is "
+                         f"{device}: use 'torch'")
     if implementation == "triton":
         try:
             import_module("triton")
@@ -62,9 +66,14 @@ def mamba3_step(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3S
 
     Raises: ValueError that says what came and what is meant; for a 3-D (batch, 1, d_in_proj) tensor above all.
     """
+    several = cu_seqlens is not None
+    for name, tensor in (("projected", projected), ("slots", slots)):
+        expect_tensor("mamba3_step", name, tensor)
     implementation = implementation or default_implementation(projected.device)
     choose("mamba3_step", implementation, IMPLEMENTATIONS)
-    several = cu_seqlens is not None
+    if slots.dim() == 2 and not several:
+        raise ValueError("mamba3_step takes slots (sequences, tokens) together with cu_seqlens and "
+                         f"num_accepted_tokens, and got slots of shape {tuple(slots.shape)} and no cu_seqlens")
     check_call("mamba3_step", projected, weights, states, slots.flatten() if several else slots,
                None if several else has_initial_state, out)
     if several:

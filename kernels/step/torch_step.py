@@ -57,7 +57,7 @@ def step_several(run, projected, weights, pools, slots, has_initial_state, out, 
         for pool in pools:
             # Sequences that do not run copy the null block onto itself.
             pool.index_copy_(0, after.long(), pool.index_select(0, torch.where(runs, before, 0).long()))
-        result = torch.empty_like(results[: len(slots)])
+        result = out.new_empty(len(slots), out.shape[1])
         run(projected.index_select(0, torch.where(runs, rows, 0)), weights, pools, after, has_initial_state, result)
         results.index_copy_(0, torch.where(runs, rows, nowhere), result)
         before, has_initial_state = after, None

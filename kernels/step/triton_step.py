@@ -271,7 +271,7 @@ def step_kernel(
                 H, P, N, G, ANGLES, R, HALVES, SOFTPLUS, INNER, BLOCK_P, BLOCK_N, BLOCK_R, ROWS_FIRST,
             )
             tl.debug_barrier()  # the next token reads what this one wrote
-            before, goes_on = after, after > 0
+            before, goes_on = tl.where(live, after, 0), live  # a sequence that has ended stays so
 
 
 def check_supported(projected, weights, pools, out, several, stochastic_rounding) -> None:
@@ -280,7 +280,7 @@ def check_supported(projected, weights, pools, out, several, stochastic_rounding
         raise ValueError("mamba3_step computes in float32 with implementation 'triton', and got projected in float64; "
                          "use 'torch'")
     for name, tensor in (("projected", projected), ("out", out)):
-        if tensor.stride(-1) != 1:
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"mamba3_step expects the columns of {name} side by side with implementation 'triton', "
                              f"and got strides {tensor.stride()}")
     for name, pool in zip(Mamba3States._fields, pools):
@@ -291,6 +291,9 @@ def check_supported(projected, weights, pools, out, several, stochastic_rounding
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"mamba3_step expects {name} to be contiguous with implementation 'triton', and got "
                              f"strides {tensor.stride()}")
+    if projected.device.type != "cuda" and isinstance(step_kernel, triton.JITFunction):  # else it is interpreted
+        raise ValueError("mamba3_step expects tensors on a CUDA or ROCm device with implementation 'triton', and got "
+                         f"them on {projected.device}; use 'torch'")
 
 
 def triton_step(projected: torch.Tensor, weights: Mamba3Weights, pools: Mamba3States, slots: torch.Tensor,

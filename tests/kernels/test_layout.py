@@ -47,6 +47,7 @@ def test_impossible_sizes_are_refused(change, message):
     (dict(dt_bias=torch.ones(4, dtype=torch.int64)), "dt_bias has dtype torch.int64, where a floating dtype is meant"),
     (dict(A_activation="relu"), "A_activation is 'relu'; it must be 'heavy_tail' or 'softplus'"),
     (dict(A_floor=0.0), "A_floor is 0.0; it must be above 0"),
+    (dict(norm_eps=float("nan")), "norm_eps is nan; it must be at least 0"),
 ], ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")
 def test_wrong_weights_are_refused(change, message):
     weights = random_layers.random_weights(Mamba3Layout(**SIZES), 0)

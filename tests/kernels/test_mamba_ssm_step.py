@@ -17,7 +17,7 @@ from random_layers import (
     random_projected,
     random_states,
 )
-from step_checks import check_batch_of_sequences
+from step_checks import check_batch_of_sequences, check_keys_are_rounded_first
 from torch.nn import functional as F
 
 from vllm_mamba3.kernels import Mamba3Layout, Mamba3States, mamba3_step
@@ -76,6 +76,11 @@ def of(states: Mamba3States, sequence: int) -> Mamba3States:
 @ALL_VARIANTS
 def test_batch_of_sequences_is_each_alone(variant, step):
     check_batch_of_sequences(step, variant, torch.float32, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("name", ["siso", "mimo-rank-4"])
+def test_keys_are_rounded_first(name, step):
+    check_keys_are_rounded_first(step, VARIANTS[name], torch.bfloat16)
 
 
 @pytest.mark.parametrize("ssm_dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -12,7 +12,7 @@ from random_layers import (
     random_states,
     random_weights,
 )
-from step_checks import check_batch_of_sequences
+from step_checks import check_batch_of_sequences, check_keys_are_rounded_first
 
 from vllm_mamba3.kernels import Mamba3Layout, Mamba3States, mamba3_step
 from vllm_mamba3.kernels.reference import reference
@@ -40,6 +40,13 @@ def of(states: Mamba3States, sequence: int) -> Mamba3States:
 @STEPS
 def test_batch_of_sequences_is_each_alone(variant, dtype, step):
     check_batch_of_sequences(step, variant, dtype, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["siso", "mimo-rank-4"])
+@STEPS
+def test_keys_are_rounded_first(name, dtype, step):
+    check_keys_are_rounded_first(step, VARIANTS[name], dtype)
 
 
 @STEPS

@@ -124,6 +124,16 @@ def test_stochastic_rounding(evaluate, dtype):
             assert abs((results == high).float().mean().item() - share) < 4 * (share * (1 - share) / draws) ** 0.5
 
 
+def test_stochastic_rounding_to_bfloat16_saturates(evaluate):
+    """As to float16, below."""
+    largest = torch.finfo(torch.bfloat16).max
+    source = torch.tensor([largest, 3.39e38, 3.4e38, -3.4e38]).repeat(16)
+    bits = torch.full_like(source, -1, dtype=torch.int32)
+    target = torch.empty(len(source), dtype=torch.bfloat16)
+    evaluate.round_stochastically[(1,)](source, bits.view(torch.uint32), target, len(source))
+    assert torch.equal(target.float(), torch.tensor([largest, largest, largest, -largest]).repeat(16))
+
+
 def test_stochastic_rounding_to_float16_saturates(evaluate):
     """What is finite stays finite: beyond the largest float16 there is no neighbour above."""
     source = torch.tensor([65503.0, 65504.0, 65510.0, 65519.0, 1e5, 3e38, -65504.0, -65530.0]).repeat(16)

@@ -1,5 +1,7 @@
 """The Triton step's stochastic rounding of an ssm state of 16 bits, under Triton's interpreter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from interpreted_triton import interpreted
@@ -73,6 +75,36 @@ def test_sequences_are_rounded_apart(ssm_dtype):
     pairs = torch.stack([ssm_after(row, initial, ssm_dtype, seed, 2) for seed in range(10)])
     one, two = in_steps(pairs, exact, ssm_dtype).unbind(1)
     assert (one * two).mean().abs() < 4 * 0.25 / one.numel() ** 0.5
+
+
+def test_heads_are_rounded_apart():
+    """Two heads with the same weights and inputs: how one is rounded says nothing of how the other is."""
+    size = replace(LAYER.layout, num_heads=2)
+    one = LAYER.weights(torch.float32)
+    tensors = {name: tensor.repeat(2, *(1,) * (tensor.dim() - 1)) for name, tensor in zip(one.TENSORS, one.tensors())
+               if tensor is not None and not name.endswith("norm")}
+    weights, initial = replace(one, layout=size, **tensors), random_initial(torch.bfloat16)
+    row = random_projected(LAYER.layout, 1, 2, torch.float32)
+    parts = row.split(LAYER.layout.projection_widths, -1)
+    row = torch.cat([part if i in (2, 3, 7) else part.repeat(1, 2) for i, part in enumerate(parts)], -1)
+    exact, rounded = ssm_after(random_projected(LAYER.layout, 1, 2, torch.float32), initial, torch.float32, None), []
+    for seed in range(10):
+        pages = Pages(size, torch.float32, 2, torch.bfloat16)
+        pages.write(1, Mamba3States(*(state.repeat_interleave(2, 2 if name == "k" else 1)
+                                      for name, state in initial._asdict().items())), 0)
+        mamba3_step(row, weights, pages.pools, torch.ones(1, dtype=torch.int32), torch.empty(1, 16),
+                    rounding_seed=torch.tensor([seed]), implementation="triton")
+        rounded.append(pages.pools.ssm[1].float())
+    first, second = in_steps(torch.stack(rounded), exact, torch.bfloat16).unbind(1)
+    assert (first * second).mean().abs() < 4 * 0.25 / first.numel() ** 0.5
+
+
+def test_every_bit_of_a_seed_counts():
+    """Also the high half; and the second row's numbers are not the first row's of the next seed."""
+    row, initial = random_projected(LAYER.layout, 1, 2, torch.float32), random_initial(torch.bfloat16)
+    low, high = (ssm_after(row, initial, torch.bfloat16, seed) for seed in (1, 2**40 + 1))
+    assert not torch.equal(low, high)
+    assert not torch.equal(ssm_after(row, initial, torch.bfloat16, 0, 2)[1:], low)
 
 
 @DTYPES

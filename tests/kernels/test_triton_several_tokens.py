@@ -123,6 +123,28 @@ def test_a_token_without_a_slot_touches_no_state(implementation, slot, token):
     assert_same(out[0], whole[0], implementation)
 
 
+def test_a_sequence_that_is_padding_stays_so(implementation):
+    """Its last accepted token had no slot: what slots its tokens have now makes no difference."""
+    out, pages = two_sequences(implementation, slots=int32([1, 2], [3, 0]), cu_seqlens=int32(0, 1, 3))
+    assert not out[1:].any() and (pages[[0, 5]] == -1).all()
+    expected, _ = two_sequences(implementation, slots=int32([1, 2], [0, 0]), cu_seqlens=int32(0, 1, 3))
+    assert_same(out[0], expected[0], implementation)
+    out, pages = two_sequences(implementation, slots=int32([3, 4, 0], [1, 2, 5]), cu_seqlens=int32(0, 2, 3),
+                               num_accepted_tokens=int32(3, 1))
+    untouched = Pages(SMALL.layout, torch.float32, 6)
+    for slot in range(1, 5):
+        untouched.write(slot, random_states(SMALL.layout, 4, 1, torch.float32), slot - 1)
+    assert not out[:2].any() and torch.equal(pages[[0, 3, 4, 5]], untouched.bytes[[0, 3, 4, 5]])
+
+
+def test_more_sequences_than_rows(implementation):
+    """As when most of a batch has nothing to do in this step."""
+    out, pages = two_sequences(implementation, cu_seqlens=int32(0, 2, 3))
+    more = dict(slots=int32([1, 2], [3, 4], [5, 0], [0, 0], [-1, -1]), cu_seqlens=int32(0, 2, 3, 3, 3, 3),
+                num_accepted_tokens=int32(1, 2, 1, 1, 1))
+    assert all(map(torch.equal, two_sequences(implementation, **more), (out, pages)))
+
+
 @pytest.mark.parametrize("name, column", {
     "slots": int32([1, 3], [2, 4]).t(),
     "has_initial_state": torch.tensor([[True, True], [False, False]])[:, 0],

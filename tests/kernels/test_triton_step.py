@@ -6,7 +6,7 @@ import pytest
 import torch
 from interpreted_triton import interpreted
 from random_layers import VARIANTS, Pages, Variant, assert_close, errors, random_projected, random_states
-from step_checks import check_batch_of_sequences
+from step_checks import check_batch_of_sequences, check_keys_are_rounded_first
 
 from vllm_mamba3.kernels import Mamba3Layout, Mamba3States, mamba3_step
 from vllm_mamba3.kernels.reference import reference
@@ -82,6 +82,36 @@ def test_as_near_float64_as_an_eager_evaluation(name, dtype, ssm_dtype):
         eager_out.append(result.to(dtype))
     allowed, found = errors(torch.cat(eager_out), eager, *true), errors(out, pages.read(1), *true)
     assert all(found[name] <= 2 * allowed[name] for name in found), (found, allowed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@SISO_AND_MIMO
+def test_keys_are_rounded_first(layer, dtype):
+    check_keys_are_rounded_first(step, layer, dtype)
+
+
+@SISO_AND_MIMO
+@pytest.mark.parametrize("ssm_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_is_read_out_has_not_been_rounded(layer, ssm_dtype):
+    """The output comes from the state in float32, whatever the pool keeps of it."""
+    weights, size = layer.weights(torch.float32), layer.layout
+    rows, out = random_projected(size, 1, 1, torch.float32), torch.empty(1, size.inner_size)
+    step(rows, weights, Pages(size, torch.float32, 2, ssm_dtype).pools, int32(1), out, torch.tensor([False]))
+    expected, _ = reference(rows, weights)
+    assert (out - expected).norm() < TOLERANCE * expected.norm()
+
+
+@SISO_AND_MIMO
+@pytest.mark.parametrize("name", ["dd_dt", "dd_A"])
+def test_a_scalar_that_is_no_number_is_not_hidden(layer, name):
+    weights, size = layer.weights(torch.float32), layer.layout
+    rows, initial = random_projected(size, 1, 1, torch.float32), random_states(size, 1, 2, torch.float32)
+    scalars(rows, size, name)[0, 0] = torch.nan
+    pages, out = Pages(size, torch.float32, 2), torch.empty(1, size.inner_size)
+    pages.write(1, initial, 0)
+    step(rows, weights, pages.pools, int32(1), out)
+    of_head = out.view(size.num_heads, size.head_dim)
+    assert of_head[0].isnan().all() and of_head[1].isfinite().all()
 
 
 @SISO_AND_MIMO

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 import torch
-from random_layers import Pages, Variant, assert_close, random_projected, random_states
+from random_layers import Pages, Variant, assert_close, errors, random_projected, random_states
 
 from vllm_mamba3.kernels import Mamba3States
 from vllm_mamba3.kernels.reference import reference
 
-SLOTS = [6, 0, 2, 5, -1, 1, 0]
+SLOTS = [6, 0, 2, 5, -(2**31), 1, 0]
 GOES_ON = [True, True, False, True, False, False, False]
 
 
@@ -39,3 +39,14 @@ def check_batch_of_sequences(step: Callable, variant: Variant, dtype: torch.dtyp
             alone = Mamba3States(*(state[sequence] for state in initial)) if GOES_ON[sequence] else None
             expected = reference(rows_of[:, sequence], weights, alone)
             assert_close(tolerance, outs[:, sequence], pages.read(slot), *expected)
+
+
+def check_keys_are_rounded_first(step: Callable, variant: Variant, dtype: torch.dtype) -> None:
+    """A token's key goes into the ssm state as the k state keeps it, in the dtype of the rows: its next token takes
+    it from there. Beside the reference that rounds it too, float32's errors are all that is left."""
+    weights, size = variant.weights(torch.float32), variant.layout
+    rows, pages = random_projected(size, 1, 1, dtype), Pages(size, dtype, 2)
+    out = torch.empty(1, size.inner_size, dtype=dtype)
+    step(rows, weights, pages.pools, torch.tensor([1], dtype=torch.int32), out, torch.tensor([False]))
+    found = errors(out, pages.read(1), *reference(rows, weights, None, torch.float64, dtype))
+    assert found["ssm"] < 1e-5, found
