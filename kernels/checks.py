@@ -1,6 +1,7 @@
 """What both doors refuse, and how they say it. Every error is a ValueError: what was expected, and what came."""
 
 from collections.abc import Iterable
+from importlib import import_module
 
 import torch
 
@@ -82,6 +83,22 @@ def _expect_apart(operation: str, name: str, tensor: torch.Tensor) -> None:
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride())):
         raise ValueError(f"{operation} writes to {name}, and got it expanded, with strides {tensor.stride()}: pass a "
                          "tensor with memory of its own for each element")
+
+
+def require_gpu(operation: str, implementation: str, device: torch.device | str) -> None:
+    if torch.device(device).type != "cuda":
+        raise ValueError(f"the {operation} implementation {implementation!r} runs on CUDA and ROCm devices, and the "
+                         f"device is {device}: use 'torch'")
+
+
+def require_triton(operation: str, device: torch.device | str) -> None:
+    """Raise ValueError if the Triton implementation of step or scan can't run on a device, or Triton is not there."""
+    require_gpu(operation, "triton", device)
+    try:
+        import_module("triton")
+    except ImportError as error:
+        raise ValueError(f"the {operation} implementation 'triton' can't import Triton: {error}. Install it with: "
+                         "pip install triton") from error
 
 
 def choose(operation: str, implementation: str, implementations: Iterable[str]) -> None:

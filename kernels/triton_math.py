@@ -90,14 +90,41 @@ def cos_sin(theta):
     """cos and sin of an angle in [0, 2π)."""
     quarter = tl.floor(theta * 0.6366197723675814 + 0.5)  # 0 to 4
     r = theta - quarter * QUARTER_HIGH - quarter * QUARTER_MIDDLE - quarter * QUARTER_LOW  # within ±π/4
+    return _cos_sin_of_quarter(r, quarter.to(tl.int32))
+
+
+@triton.jit
+def _cos_sin_of_quarter(r, turns):
+    """cos and sin of r + turns π/2, r within ±π/4."""
     z = r * r
     sine = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * r + r
     cosine = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1
-    turns = quarter.to(tl.int32)
     swap = (turns & 1) == 1
     cos, sin = tl.where(swap, sine, cosine), tl.where(swap, cosine, sine)
     cos = tl.where(((turns + 1) & 2) == 2, -cos, cos)
     return cos, tl.where((turns & 2) == 2, -sin, sin)
+
+
+@triton.jit
+def turn(turns):
+    """An angle in turns as an integer, of which 2^32 are a turn: they add up exactly, and wrap by themselves. What is not
+    finite is lost."""
+    return ((turns - tl.floor(turns + 0.5)) * 4294967296.0).to(tl.int32)
+
+
+@triton.jit
+def radians(turn):
+    """The angle of an integer of `turn`, in [0, 2π)."""
+    theta = turn.to(tl.uint32, bitcast=True).to(tl.float32) * (2 * PI / 4294967296.0)
+    return tl.where(theta >= 2 * PI, 0.0, theta)
+
+
+@triton.jit
+def cos_sin_of_turn(turn):
+    """cos and sin of an integer of `turn`."""
+    quarter = (turn + 0x20000000) >> 30
+    r = (turn - (quarter << 30)).to(tl.float32) * 1.4629180792671596e-09  # within ±π/4
+    return _cos_sin_of_quarter(r, quarter)
 
 
 @triton.jit

@@ -1,27 +1,31 @@
 """The door for prefill: many tokens for each of many sequences."""
 
+from importlib import import_module
+
 import torch
 
-from vllm_mamba3.kernels.checks import can_be_read, check_call, choose, expect, expect_tensor
+from vllm_mamba3.kernels.checks import can_be_read, check_call, choose, expect, expect_tensor, require_triton
 from vllm_mamba3.kernels.layout import Mamba3States, Mamba3Weights
 from vllm_mamba3.kernels.operators import define_operator, weights_as_arguments
-from vllm_mamba3.kernels.scan.torch_scan import torch_scan as scan_in_torch
 
-IMPLEMENTATIONS = {"torch": scan_in_torch}
+# Each is the function <name>_scan of the module of that name, imported when it is first asked for.
+IMPLEMENTATIONS = ("torch", "triton")
 
 
 def default_implementation(device: torch.device | str) -> str:
-    """The implementation of the scan for a device."""
+    """The implementation of the scan for a device: torch, until the Triton scan has been run on a GPU."""
     return "torch"
 
 
 def check_available(implementation: str, device: torch.device | str) -> None:
-    """Raise ValueError if an implementation does not run on the device; torch does."""
+    """Raise ValueError if an implementation does not run on the device, or what it needs is not there."""
+    if implementation == "triton":
+        require_triton("scan", device)
 
 
 def mamba3_scan(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3States, slots: torch.Tensor,
                 cu_seqlens: torch.Tensor, has_initial_state: torch.Tensor, out: torch.Tensor,
-                implementation: str | None = None) -> None:
+                num_computed_tokens: torch.Tensor | None = None, implementation: str | None = None) -> None:
     """Take each sequence all its tokens further, between in_proj and out_proj; states and out are written in place.
 
     No gradient goes through it; `vllm_mamba3.kernels.chunked_scan` is the differentiable function. A row that is not
@@ -35,6 +39,9 @@ def mamba3_scan(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3S
             cu_seqlens[s] to cu_seqlens[s + 1].
         has_initial_state: (S,) bool; where False the sequence starts here, and what its slot held is not read.
         out: (T, H·P), in the dtype of projected.
+        num_computed_tokens: (S,) int32, the tokens of each sequence before these. From a sequence's first token on it
+            is cut into chunks of equal length, also when it comes in pieces. None: from the first of these; so it is
+            with torch always.
         implementation: one of `IMPLEMENTATIONS`; None for the device's.
 
     Raises: ValueError that says what came and what is meant.
@@ -44,6 +51,9 @@ def mamba3_scan(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3S
     check_call("mamba3_scan", projected, weights, states, slots, has_initial_state, out)
     expect("mamba3_scan", "has_initial_state", has_initial_state, tuple(slots.shape), (torch.bool,))
     expect("mamba3_scan", "cu_seqlens", cu_seqlens, (slots.shape[0] + 1,), (torch.int32,), projected.device)
+    if num_computed_tokens is not None:
+        expect("mamba3_scan", "num_computed_tokens", num_computed_tokens, tuple(slots.shape), (torch.int32,),
+               projected.device)
     choose("mamba3_scan", implementation, IMPLEMENTATIONS)
     if can_be_read(cu_seqlens):
         ends = cu_seqlens.tolist()
@@ -52,13 +62,17 @@ def mamba3_scan(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3S
                              f"projected, and got {ends}")
     if projected.shape[0]:
         _operator(projected, *weights_as_arguments(weights), *states, slots, cu_seqlens, has_initial_state, out,
-                  implementation)
+                  num_computed_tokens, implementation)
 
 
-def _run(projected, weights, states, slots, cu_seqlens, has_initial_state, out, implementation):
-    IMPLEMENTATIONS[implementation](projected, weights, states, slots, cu_seqlens, has_initial_state, out)
+def _run(projected, weights, states, slots, cu_seqlens, has_initial_state, out, num_computed_tokens, implementation):
+    module = import_module(f"{__name__}.{implementation}_scan")
+    module.check_supported(projected, weights, states, out)
+    scan = getattr(module, f"{implementation}_scan")
+    scan(projected, weights, states, slots, cu_seqlens, has_initial_state, out, num_computed_tokens)
 
 
 _operator = define_operator(
-    "scan", "Tensor slots, Tensor cu_seqlens, Tensor has_initial_state, Tensor(out!) out, str implementation", _run
+    "scan", "Tensor slots, Tensor cu_seqlens, Tensor has_initial_state, Tensor(out!) out, "
+    "Tensor? num_computed_tokens, str implementation", _run
 )

@@ -130,8 +130,13 @@ def chunked_scan(projected: torch.Tensor, weights: Mamba3Weights, lengths: Seque
     return out.to(projected.dtype), states
 
 
+def check_supported(projected, weights, pools, out) -> None:
+    """All that `mamba3_scan` can ask for."""
+
+
 def torch_scan(projected: torch.Tensor, weights: Mamba3Weights, pools: Mamba3States, slots: torch.Tensor,
-               cu_seqlens: torch.Tensor, has_initial_state: torch.Tensor, out: torch.Tensor) -> None:
+               cu_seqlens: torch.Tensor, has_initial_state: torch.Tensor, out: torch.Tensor,
+               num_computed_tokens: torch.Tensor | None = None) -> None:
     """`mamba3_scan`, without its checks. Waits for the device, once, to learn the lengths."""
     lengths, rows = cu_seqlens.diff().tolist(), slots.tolist()
     live = [sequence for sequence, (length, row) in enumerate(zip(lengths, rows)) if length and row > 0]

@@ -4,7 +4,7 @@ from importlib import import_module
 
 import torch
 
-from vllm_mamba3.kernels.checks import can_be_read, check_call, choose, expect, expect_tensor
+from vllm_mamba3.kernels.checks import can_be_read, check_call, choose, expect, expect_tensor, require_gpu, require_triton
 from vllm_mamba3.kernels.layout import Mamba3States, Mamba3Weights
 from vllm_mamba3.kernels.operators import define_operator, weights_as_arguments
 
@@ -21,16 +21,10 @@ def default_implementation(device: torch.device | str) -> str:
 def check_available(implementation: str, device: torch.device | str) -> None:
     """Raise ValueError if an implementation does not run on the device, or what it needs is not there; then with the
     line that installs it."""
-    if implementation != "torch" and torch.device(device).type != "cuda":
-        raise ValueError(f"the step implementation {implementation!r} runs on CUDA and ROCm devices, and the device is "
-                         f"{device}: use 'torch'")
     if implementation == "triton":
-        try:
-            import_module("triton")
-        except ImportError as error:
-            raise ValueError(f"the step implementation 'triton' can't import Triton: {error}. Install it with: "
-                             "pip install triton") from error
+        require_triton("step", device)
     elif implementation == "mamba_ssm":
+        require_gpu("step", implementation, device)
         import_module(f"{__name__}.mamba_ssm_step").check_available()
 
 

@@ -21,6 +21,7 @@ import triton.language as tl
 from vllm_mamba3.kernels import triton_math
 from vllm_mamba3.kernels.layout import Mamba3Layout, Mamba3States, Mamba3Weights
 from vllm_mamba3.kernels.step.launch import launch_for
+from vllm_mamba3.kernels.triton_checks import check_triton_call
 
 # Neighbouring runs of threads shall have neighbouring rows of the tile. The compiler spreads threads along the columns,
 # as they lie in memory, and then along the first of the other two dimensions, or from Triton 3.7 on the last.
@@ -276,24 +277,7 @@ def step_kernel(
 
 def check_supported(projected, weights, pools, out, several, stochastic_rounding) -> None:
     """Refuse what `mamba3_step` can ask for and this cannot do."""
-    if projected.dtype == torch.float64:
-        raise ValueError("mamba3_step computes in float32 with implementation 'triton', and got projected in float64; "
-                         "use 'torch'")
-    for name, tensor in (("projected", projected), ("out", out)):
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"mamba3_step expects the columns of {name} side by side with implementation 'triton', "
-                             f"and got strides {tensor.stride()}")
-    for name, pool in zip(Mamba3States._fields, pools):
-        if pool.shape[0] and not pool[0].is_contiguous():
-            raise ValueError(f"mamba3_step expects each slot of the {name} pool to be contiguous with implementation "
-                             f"'triton', and got strides {pool.stride()}")
-    for name, tensor in zip(weights.TENSORS, weights.tensors()):
-        if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(f"mamba3_step expects {name} to be contiguous with implementation 'triton', and got "
-                             f"strides {tensor.stride()}")
-    if projected.device.type != "cuda" and isinstance(step_kernel, triton.JITFunction):  # else it is interpreted
-        raise ValueError("mamba3_step expects tensors on a CUDA or ROCm device with implementation 'triton', and got "
-                         f"them on {projected.device}; use 'torch'")
+    check_triton_call("mamba3_step", step_kernel, projected, weights, pools, out)
 
 
 def triton_step(projected: torch.Tensor, weights: Mamba3Weights, pools: Mamba3States, slots: torch.Tensor,

@@ -152,10 +152,13 @@ TRITON = {
        for name in Mamba3States._fields},
     "heads turned": (pool("ssm", lambda p: p.transpose(1, 2).contiguous().transpose(1, 2)),
         rf"each slot of the ssm pool to be contiguous {WITH}strides \(512, 16, 64, 1\)"),
+    "on a CPU": (to(), f"tensors on a CUDA or ROCm device {WITH}them on cpu; use 'torch'"),
     "weights apart": (lambda a: dict(weights=replace(a["weights"], C_bias=apart(a["weights"].C_bias))),
         rf"C_bias to be contiguous {WITH}strides \(32, 32, 2\)"),
 }
 SCAN = {
+    "counts of two": (to(num_computed_tokens=int32(1, 2)),
+        r"num_computed_tokens to have shape \(3,\), and got shape \(2,\)"),
     "3-D": (lambda a: dict(projected=a["projected"][None]),
         r"got a 3-D tensor of shape \(1, 7, 112\); pack the sequences"),
     "no flags": (to(has_initial_state=None), "has_initial_state to be a tensor, and got None"),
@@ -185,16 +188,17 @@ def test_refused(operation, arguments, change, message):
     assert all(map(torch.equal, before, arguments["states"])) and not arguments["out"].any()
 
 
-@pytest.mark.parametrize("arguments, change, message", [
-    *cases((step_arguments,), TRITON), *cases((several_arguments,), {"several, rows apart": TRITON["rows apart"]})])
-def test_refused_in_triton(arguments, change, message):
+@pytest.mark.parametrize("operation, arguments, change, message", [
+    *cases((mamba3_step, step_arguments), TRITON), *cases((mamba3_scan, scan_arguments), TRITON),
+    *cases((mamba3_step, several_arguments), {"several, rows apart": TRITON["rows apart"]})])
+def test_refused_in_triton(operation, arguments, change, message):
     """What torch takes."""
     pytest.importorskip("triton", reason="Triton is not installed")
     arguments = arguments()
     arguments |= change(arguments)
     before = [pool.clone() for pool in arguments["states"]]
-    with pytest.raises(ValueError, match=f"^mamba3_step expects {message}"):
-        mamba3_step(**arguments, implementation="triton")
+    with pytest.raises(ValueError, match=f"^{operation.__name__} expects {message}"):
+        operation(**arguments, implementation="triton")
     assert all(map(torch.equal, before, arguments["states"])) and not arguments["out"].any()
 
 

@@ -18,12 +18,12 @@ TWO = pytest.mark.parametrize("variant", [VARIANTS["siso"], VARIANTS["mimo-rank-
 def test_schema_and_fake(variant, name):
     rows = 2 if name == "step" else 7
     out = torch.empty(rows, variant.layout.inner_size)
-    rest = (SLOTS, GOES_ON, out, None, None, None, "torch") if name == "step" else (SLOTS, ENDS, GOES_ON, out, "torch")
+    rest = {"step": (SLOTS, GOES_ON, out, None, None, None), "scan": (SLOTS, ENDS, GOES_ON, out, None)}[name]
     torch.library.opcheck(
         getattr(torch.ops.vllm_mamba3, name).default,
         (random_projected(variant.layout, rows, 0, torch.float32),
          *weights_as_arguments(variant.weights(torch.float32)),
-         *random_states(variant.layout, 4, 0, torch.float32), *rest),
+         *random_states(variant.layout, 4, 0, torch.float32), *rest, "torch"),
     )
 
 

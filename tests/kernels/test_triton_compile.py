@@ -1,4 +1,4 @@
-"""The Triton step compiled ahead of time, for GPUs that are not there: it fits on them all. With -s, a table."""
+"""The Triton kernels compiled ahead of time, for GPUs that are not there: they fit on them all. With -s, a table."""
 
 import pytest
 
@@ -24,8 +24,8 @@ MOST_SHARED = 99 * 1024  # bytes; what a consumer GPU has for a program
 
 
 @pytest.fixture(scope="module")
-def compile_step(tmp_path_factory):
-    """compile_step(target, name, layout, **what): the kernel's `Resources`; it notes them down for the table."""
+def compiler(tmp_path_factory):
+    """`compile_ahead`, and rows (target, name, *`Resources`) for the table."""
     pytest.importorskip("triton", reason="Triton is not installed")
     rows = []
     with pytest.MonkeyPatch.context() as patch:
@@ -35,15 +35,23 @@ def compile_step(tmp_path_factory):
         if not all((compile_ahead.TOOLS / tool).exists() for tool in ("ptxas", "cuobjdump")):
             pytest.skip("this Triton comes without ptxas or cuobjdump")
 
-        def compile_and_note(target, name, layout, **what):
-            used = compile_ahead.compile_step(target, layout, **what)
-            rows.append((target, name, *used))
-            return used
-
-        yield compile_and_note
+        yield compile_ahead, rows
     print(f"\n{'target':8}{'layer':36}{'warps':>6}{'registers':>11}{'spilled':>9}{'shared':>8}")
     for target, name, warps, registers, spilled, shared in rows:
         print(f"{target:8}{name:36}{warps:6}{registers:11}{spilled:9}{shared:8}")
+
+
+@pytest.fixture
+def compile_step(compiler):
+    """compile_step(target, name, layout, **what): the step's `Resources`; it notes them down for the table."""
+    compile_ahead, rows = compiler
+
+    def compile_and_note(target, name, layout, **what):
+        used = compile_ahead.compile_step(target, layout, **what)
+        rows.append((target, name, *used))
+        return used
+
+    return compile_and_note
 
 
 # Of the two sizes of SISO and of MIMO, all targets compile the smaller, and sm_90 both: they differ in addresses alone.
@@ -73,3 +81,20 @@ def test_odd_sizes(compile_step, target):
 
 def test_wide_heads(compile_step):
     assert compile_step("sm_90", "wide heads", Mamba3Layout(2, 128, 256, 2, 128)).shared <= MOST_SHARED
+
+
+@pytest.mark.parametrize("name, target", [*(("siso-187m", target) for target in TARGETS), ("mimo-187m", "sm_90")])
+def test_scan_at_official_shapes(compiler, name, target):
+    compile_ahead, rows = compiler
+    for kernel, used in compile_ahead.compile_scan(target, LAYOUTS[name]).items():
+        rows.append((target, f"{name} scan, {kernel}", *used))
+        assert used.shared <= MOST_SHARED, kernel
+
+
+def test_scan_of_odd_sizes(compiler):
+    """In float32, too, where products have more parts."""
+    compile_ahead, rows = compiler
+    layout = Mamba3Layout(6, 12, 22, 3, 5, 3, True)
+    for kernel, used in compile_ahead.compile_scan("sm_90", layout, dtype="float32", out_norm=True).items():
+        rows.append(("sm_90", f"odd sizes scan, {kernel}", *used))
+        assert used.shared <= MOST_SHARED, kernel

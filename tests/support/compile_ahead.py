@@ -1,24 +1,30 @@
-"""The Triton step compiled for GPUs that are not there, and what the compiler says of its resources."""
+"""The Triton kernels compiled for GPUs that are not there, as they are launched, and what the compiler says of their
+resources."""
 
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import triton
+from random_layers import random_weights
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vllm_mamba3.kernels import Mamba3Layout
-from vllm_mamba3.kernels.step.launch import launch_for
-from vllm_mamba3.kernels.step.triton_step import constants_of, step_kernel
+from vllm_mamba3.kernels import Mamba3Layout, Mamba3States
+from vllm_mamba3.kernels.scan.triton_scan import triton_scan
+from vllm_mamba3.kernels.step import triton_step
 
 TARGETS = {f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 86, 89, 90, 100, 120)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
-NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64",
+         torch.bool: "i1"}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 
 class Resources(NamedTuple):
@@ -32,39 +38,74 @@ class Resources(NamedTuple):
 
 def compile_step(target: str, layout: Mamba3Layout, dtype: str = "bfloat16", ssm_dtype: str = "float32",
                  several: bool = False, out_norm: bool = False, stochastic: bool = False) -> Resources:
-    """Compile the step as `triton_step` launches it: the device's own launch on sm_90, as an H200, else the rule's."""
-    plain = not several and not stochastic
-    launch = launch_for("NVIDIA H200" if target == "sm_90" else target, layout, getattr(torch, ssm_dtype), plain)
-    sizes = constants_of(layout, "heavy_tail", launch.inner)
-    absent = set() if layout.is_mimo else {"mimo_x", "mimo_z", "mimo_o"}
-    absent |= set() if several else {"cu_seqlens", "num_accepted_tokens"}
-    absent |= set() if out_norm else {"out_norm"}
-    absent |= set() if stochastic else {"rounding_seed"}
-    kinds = {name: f"*{NAMES[dtype]}" for name in ("projected", "out", "k_pool", "v_pool")}
-    kinds |= {"ssm_pool": f"*{NAMES[ssm_dtype]}", "has_initial_state": "*i1", "rounding_seed": "*i64",
-              "A_floor": "fp32", "epsilon": "fp32"}
-    kinds |= {name: "*i32" for name in ("slots", "cu_seqlens", "num_accepted_tokens")}
+    """The step as it is launched: on sm_90 as on an H200."""
+    weights, pools, projected, out = _layer(layout, getattr(torch, dtype), getattr(torch, ssm_dtype), out_norm)
+    ones, seed = torch.ones(16, dtype=torch.int32), torch.zeros(1, dtype=torch.int64) if stochastic else None
+    tokens = dict(cu_seqlens=torch.arange(17).int(), num_accepted_tokens=ones) if several else {}
+    device = "NVIDIA H200" if target == "sm_90" else target
+    with mock.patch.object(triton_step, "_device_name", lambda _: device):
+        (launch,) = launches(lambda: triton_step.triton_step(
+            projected, weights, pools, ones[:, None] if several else ones, ones.bool(), out, rounding_seed=seed,
+            **tokens))
+    return compile_launch(target, *launch)
+
+
+def compile_scan(target: str, layout: Mamba3Layout, dtype: str = "bfloat16", ssm_dtype: str = "float32",
+                 out_norm: bool = False) -> dict[str, Resources]:
+    """Every kernel of the scan, by name."""
+    weights, pools, projected, out = _layer(layout, getattr(torch, dtype), getattr(torch, ssm_dtype), out_norm)
+    ones, ends = torch.ones(1, dtype=torch.int32), torch.tensor([0, 16], dtype=torch.int32)
+    found = launches(lambda: triton_scan(projected, weights, pools, ones, ends, ones.bool(), out, ones))
+    return {kernel.__name__: compile_launch(target, kernel, *given) for kernel, *given in found}
+
+
+def _layer(layout: Mamba3Layout, dtype: torch.dtype, ssm_dtype: torch.dtype, out_norm: bool):
+    kinds = Mamba3States.dtypes(dtype, ssm_dtype)
+    pools = Mamba3States(*(torch.empty(2, *shape, dtype=kind) for shape, kind in zip(layout.state_shapes, kinds)))
+    return (random_weights(layout, 0, torch.float32, out_norm), pools,
+            torch.empty(16, layout.projection_size, dtype=dtype), torch.empty(16, layout.inner_size, dtype=dtype))
+
+
+def launches(run: Callable[[], None]) -> list[tuple]:
+    """What run() launches, instead of launching it: kernel, arguments, arguments by name."""
+    found = []
+    with mock.patch.object(triton.JITFunction, "run",
+                           lambda kernel, *given, grid, warmup, **named: found.append((kernel, given, named))):
+        run()
+    return found
+
+
+def compile_launch(target: str, kernel, given: tuple, named: dict) -> Resources:
+    values = dict(zip(kernel.arg_names, given)) | named
     signature, constants, aligned = {}, {}, {}
-    for index, name in enumerate(step_kernel.arg_names):
-        if name in sizes or name in absent:
-            signature[name], constants[(index,)] = "constexpr", sizes.get(name)
+    for index, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params)):
+        value, specialised = values[name], not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (specialised and isinstance(value, int) and value == 1):
+            signature[name], constants[(index,)] = "constexpr", value
             continue
-        signature[name] = kinds.get(name, "i32" if name.endswith("stride") else "*fp32")
-        if name not in ("slots", "slots_stride", "has_initial_state", "cu_seqlens", "num_accepted_tokens", "A_floor",
-                        "epsilon"):
+        if isinstance(value, torch.Tensor):
+            signature[name] = f"*{NAMES[value.dtype]}"
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+        multiple = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+        if multiple and specialised and not parameter.do_not_specialize_on_alignment:
             aligned[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=step_kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=TARGETS[target], options=launch.options())
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = {name: value for name, value in named.items() if name in OPTIONS}
+    return resources(target, triton.compile(source, target=TARGETS[target], options=options), options["num_warps"])
+
+
+def resources(target: str, compiled, warps: int) -> Resources:
     if target.startswith("gfx"):
         count = {name: int(re.search(rf"\.{name}:\s+(\d+)", compiled.asm["amdgcn"])[1])
                  for name in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")}
         # A scalar register is spilled once for all threads, which counts here as if it were for each.
         spilled = 4 * (count["vgpr_spill_count"] + count["sgpr_spill_count"])
-        return Resources(launch.warps, count["vgpr_count"], spilled, compiled.metadata.shared)
+        return Resources(warps, count["vgpr_count"], spilled, compiled.metadata.shared)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
         command = [TOOLS / "cuobjdump", "-res-usage", cubin.name]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack, local = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", told).groups())
-    return Resources(launch.warps, registers, stack + local, compiled.metadata.shared)
+    return Resources(warps, registers, stack + local, compiled.metadata.shared)

@@ -7,9 +7,14 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType
 
+import numpy
 import torch
 
-MODULES = ("vllm_mamba3.kernels.triton_math", "vllm_mamba3.kernels.step.triton_step", "math_kernels")
+SCAN = "vllm_mamba3.kernels.scan."
+MODULES = (
+    "vllm_mamba3.kernels.triton_math", "vllm_mamba3.kernels.step.triton_step", "math_kernels", SCAN + "segments",
+    SCAN + "chunk", SCAN + "segment_angles", SCAN + "segment_states", SCAN + "chunk_outputs", SCAN + "triton_scan",
+)
 
 
 @contextlib.contextmanager
@@ -27,7 +32,10 @@ def interpreted() -> Iterator[dict[str, ModuleType]]:
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         modules = {name.rpartition(".")[2]: importlib.import_module(name) for name in MODULES}
-        _round_bfloat16_to_nearest(importlib.import_module("triton.runtime.interpreter"))
+        interpreter = importlib.import_module("triton.runtime.interpreter")
+        _round_bfloat16_to_nearest(interpreter)
+        _multiply_bfloat16(interpreter)
+        _combine_slices(interpreter)
         yield modules
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] == "triton" and name not in before]:
@@ -56,6 +64,50 @@ def _round_bfloat16_to_nearest(interpreter: ModuleType) -> None:
         return interpreter.TensorHandle(rounded.view("uint16"), to.scalar)
 
     interpreter.InterpreterBuilder.cast_impl = cast_impl
+
+
+def _multiply_bfloat16(interpreter: ModuleType) -> None:
+    """The interpreter of Triton 3.9 multiplies the bits of bfloat16 matrices, as integers."""
+    language, dot = interpreter.tl, interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, *rest):
+        def wide(x):
+            if x.dtype.scalar != language.bfloat16:
+                return x
+            bits = torch.from_numpy(x.data.astype("int32")) << 16
+            return interpreter.TensorHandle(bits.view(torch.float32).numpy(), language.float32)
+
+        return dot(self, wide(a), wide(b), *rest)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def _combine_slices(interpreter: ModuleType) -> None:
+    """Sums and running sums by functions of our own: all of a slice at once, which the interpreter does element by
+    element."""
+    def combined(self, inputs):
+        values = [x.handle.data for x in inputs]
+        slices = [tuple(self.to_tensor(value.take(i, self.axis), x.dtype) for value, x in zip(values, inputs))
+                  for i in range(values[0].shape[self.axis])]
+        found = [slices[0]]
+        for part in slices[1:]:
+            result = self.combine_fn.fn(*found[-1], *part)
+            found.append(result if isinstance(result, tuple) else (result,))
+        return [[part[j].handle.data for part in found] for j in range(len(inputs))]
+
+    def generic_reduce(self, inputs):
+        assert self.axis is not None and not self.keep_dims
+        return [self.to_tensor(parts[-1], x.dtype) for parts, x in zip(combined(self, inputs), inputs)]
+
+    def generic_scan(self, inputs):
+        return [self.to_tensor(numpy.stack(parts, self.axis), x.dtype)
+                for parts, x in zip(combined(self, inputs), inputs)]
+
+    def cumsum(self, x):  # NumPy's own is of 64 bits
+        return [self.to_tensor(x.handle.data.cumsum(self.axis, dtype=x.handle.data.dtype), x.dtype)]
+
+    interpreter.ReduceOps.generic_reduce, interpreter.ScanOps.generic_scan = generic_reduce, generic_scan
+    interpreter.ScanOps.cumsum = cumsum
 
 
 def _forget(name: str) -> ModuleType | None:
