@@ -76,11 +76,19 @@ def angles(rates, token, there, first_rank, dt, start, i, ANGLES: tl.constexpr):
 
 
 @triton.jit
+def of_ranks(rank, h, N: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Where the biases of head h lie for rows of these ranks: (ROWS, 1), or (1, 1) where all ranks are the same."""
+    if BLOCK_R == 1:
+        rank = tl.zeros((1,), tl.int32)
+    return ((h * R + tl.where(rank < R, rank, 0)) * N)[:, None]
+
+
+@triton.jit
 def norm_bias_rotate(row, norm, bias, there, cos, sin, epsilon, N: tl.constexpr, HALVES: tl.constexpr,
                      PAIRS: tl.constexpr):
     """B or C of rows, normed, biased and rotated: the first and the second elements of the pairs, (ROWS, pairs) each.
 
-    row (ROWS, 1) points at each row's first element, bias (ROWS, 1) at that of its rank's bias.
+    row (ROWS, 1) points at each row's first element, bias, by `of_ranks`, at that of its rank's bias.
     """
     a, b = load_pairs(row, there, N, HALVES, PAIRS)
     scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / N + epsilon)[:, None]

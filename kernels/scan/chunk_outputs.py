@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from vllm_mamba3.kernels import triton_math
-from vllm_mamba3.kernels.scan.chunk import angles, columns, decays, norm_bias_rotate, product
+from vllm_mamba3.kernels.scan.chunk import angles, columns, decays, norm_bias_rotate, of_ranks, product
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def outputs_kernel(projected, row_stride, out, out_stride, rates, cu_seqlens, se
                 theta, angle = angles(rates, token, there, rank == 0, dt, angle, i, ANGLES)
                 cos, sin = triton_math.cos_sin_of_turn(theta)
                 source = (keys + token * row_stride + rank * G * N)[:, None]
-                of_bias = ((h * R + tl.where(rank < R, rank, 0)) * N)[:, None]
+                of_bias = of_ranks(rank, h, N, R, BLOCK_R)
                 k_first, k_second = norm_bias_rotate(source, B_norm, B_bias + of_bias, there[:, None], cos, sin,
                                                      epsilon, N, HALVES, PAIRS)
                 q_first, q_second = norm_bias_rotate(source + R * G * N, C_norm, C_bias + of_bias, there[:, None],
@@ -93,7 +93,8 @@ def outputs_kernel(projected, row_stride, out, out_stride, rates, cu_seqlens, se
                     scale = tl.rsqrt(tl.sum(y * y, 1) / P + epsilon)
                     y = y * scale[:, None] * tl.load(out_norm + h * P + p, p < P, 0).to(tl.float32)[None, :]
                 y = y * triton_math.silu(z) * o
-                y = tl.sum(tl.reshape(tl.where(of_v, y, 0.0), (CHUNK, BLOCK_R, BLOCK_P)), 1)
+                if BLOCK_R > 1:
+                    y = tl.sum(tl.reshape(tl.where(of_v, y, 0.0), (CHUNK, BLOCK_R, BLOCK_P)), 1)
                 token = (first + start + of_out).to(tl.int64)
                 tl.store(out + (token * out_stride)[:, None] + h * P + p[None, :], y.to(out.dtype.element_ty),
                          ((token >= begin) & (token < end))[:, None] & (p < P)[None, :])

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from vllm_mamba3.kernels import triton_math
-from vllm_mamba3.kernels.scan.chunk import angles, columns, decays, norm_bias_rotate, product, step_size
+from vllm_mamba3.kernels.scan.chunk import angles, columns, decays, norm_bias_rotate, of_ranks, product, step_size
 
 
 @triton.jit
@@ -43,8 +43,7 @@ def added_kernel(projected, row_stride, rates, cu_seqlens, sequence_of, first_to
                 cos, sin = triton_math.cos_sin_of_turn(theta)
                 k_first, k_second = norm_bias_rotate(
                     (keys + token * row_stride + rank * G * N)[:, None], B_norm,
-                    (B_bias + (h * R + tl.where(rank < R, rank, 0)) * N)[:, None], there[:, None], cos, sin, epsilon,
-                    N, HALVES, PAIRS)
+                    B_bias + of_ranks(rank, h, N, R, BLOCK_R), there[:, None], cos, sin, epsilon, N, HALVES, PAIRS)
                 weight = g * triton_math.exp((total_high - high) + (total_low - low))
                 v = tl.load(projected + H * P + h * P + (token * row_stride)[None, :] + p[:, None],
                             there[None, :] & (p < P)[:, None], 0).to(tl.float32)
@@ -102,10 +101,11 @@ def states_kernel(projected, row_stride, cu_seqlens, first_segment, slots, has_i
             state += v_r[:, None] * k[None, :]
         of_segment = ((segment * H + h) * 2 + second) * P * PAIRS
         at = added + of_segment + p[:, None] * PAIRS + i[None, :]
-        while segment < end:
-            more = tl.load(at, (p < tl.where(segment + 1 < end, P, 0))[:, None], 0)  # the last one has written nothing
+        while segment + 1 < end:
+            more = tl.load(at, (p < P)[:, None], 0)
             left = triton_math.exp(tl.load(decay + segment * H + h))
             tl.store(at, state, (p < P)[:, None])
             state = state * left + more
             at += H * 2 * P * PAIRS
             segment += 1
+        tl.store(at, state, (p < P)[:, None])

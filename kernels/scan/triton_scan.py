@@ -86,7 +86,7 @@ def triton_scan(projected: torch.Tensor, weights: Mamba3Weights, pools: Mamba3St
         states_kernel[(sequences, heads, 2 * triton.cdiv(size.head_dim, 16))](
             *given, cu_seqlens, first_segment, slots, has_initial_state, states, decay, weights.dt_bias,
             weights.mimo_x, *pools, *pool_strides, **sizes, ANGLES=size.num_angles, HALVES=size.is_mimo, BLOCK_P=16,
-            PAIRS=pairs, num_warps=4)
+            PAIRS=pairs, num_warps=4, num_stages=1)
         outputs_kernel[(segments, heads)](
             *given, out, out.stride(0), rates, *of_segments, slots, starts, states, *pools[1:], *pool_strides[1:],
             *weights.tensors(), weights.A_floor, weights.norm_eps, **chunks,
