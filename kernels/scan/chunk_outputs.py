@@ -7,7 +7,7 @@ from vllm_mamba3.kernels import triton_math
 from vllm_mamba3.kernels.scan.chunk import angles, columns, decays, norm_bias_rotate, of_ranks, product
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["cu_seqlens", "slots"])
 def outputs_kernel(projected, row_stride, out, out_stride, rates, cu_seqlens, sequence_of, first_token, slots, starts,
                    states, ssm_pool, k_pool, v_pool, ssm_stride, k_stride, v_stride,
                    dt_bias, B_bias, C_bias, B_norm, C_norm, D, mimo_x, mimo_z, mimo_o, out_norm, A_floor, epsilon,

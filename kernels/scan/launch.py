@@ -1,5 +1,6 @@
 """How the Triton scan is launched: by shape alone, never by lengths, so that nothing is compiled while serving and a
-sequence's bits do not depend on what it is packed with."""
+sequence's bits do not depend on what it is packed with. (For the same reason the kernels are not specialised on what
+varies from batch to batch: counts, and where in memory a batch's slots and lengths lie.)"""
 
 from typing import NamedTuple
 

@@ -26,7 +26,7 @@ def rates_kernel(projected, row_stride, rates, tokens, H: tl.constexpr, P: tl.co
     tl.store(row + ANGLES, tl.sum(rate * 0, 1), token < tokens)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["cu_seqlens"])
 def turns_kernel(projected, row_stride, rates, cu_seqlens, sequence_of, first_token, turns, dt_bias,
                  H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
                  UNIT: tl.constexpr, ANGLES: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -50,7 +50,7 @@ def turns_kernel(projected, row_stride, rates, cu_seqlens, sequence_of, first_to
         tl.store(turns + (segment * H + h) * ANGLES + i, total, i < ANGLES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "has_initial_state"])
 def angles_kernel(turns, first_segment, slots, has_initial_state, angle_pool, angle_stride,
                   H: tl.constexpr, ANGLES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_A: tl.constexpr):
     """Grid: sequences, heads. Puts the angles at the start of each segment in the place of how far they turn in it,

@@ -11,7 +11,7 @@ from vllm_mamba3.kernels import triton_math
 from vllm_mamba3.kernels.scan.chunk import angles, columns, decays, norm_bias_rotate, of_ranks, product, step_size
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["cu_seqlens", "slots"])
 def added_kernel(projected, row_stride, rates, cu_seqlens, sequence_of, first_token, slots, starts, added, decay,
                  dt_bias, B_bias, B_norm, mimo_x, A_floor, epsilon, k_pool,
                  H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
@@ -63,7 +63,7 @@ def added_kernel(projected, row_stride, rates, cu_seqlens, sequence_of, first_to
             tl.store(decay + segment * H + h, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["cu_seqlens", "slots", "has_initial_state"])
 def states_kernel(projected, row_stride, cu_seqlens, first_segment, slots, has_initial_state, added, decay, dt_bias,
                   mimo_x, angle_pool, ssm_pool, k_pool, v_pool, angle_stride, ssm_stride, k_stride, v_stride,
                   H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, R: tl.constexpr,

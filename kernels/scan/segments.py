@@ -18,7 +18,7 @@ def _count(cu_seqlens, computed, sequence, there, TOKENS: tl.constexpr):
     return tl.where(length > 0, (lead + length + TOKENS - 1) // TOKENS, 0), lead
 
 
-@triton.jit(do_not_specialize=["segments"])
+@triton.jit(do_not_specialize=["segments"], do_not_specialize_on_alignment=["cu_seqlens", "computed"])
 def plan_kernel(cu_seqlens, computed, sequence_of, first_token, first_segment, segments, TOKENS: tl.constexpr,
                 BLOCK: tl.constexpr):
     """Grid: the sequences. Writes the sequence of each segment (segments,), -1 for none; the packed token that it

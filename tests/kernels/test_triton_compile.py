@@ -98,3 +98,14 @@ def test_scan_of_odd_sizes(compiler):
     for kernel, used in compile_ahead.compile_scan("sm_90", layout, dtype="float32", out_norm=True).items():
         rows.append(("sm_90", f"odd sizes scan, {kernel}", *used))
         assert used.shared <= MOST_SHARED, kernel
+
+
+@pytest.mark.parametrize("name", ["siso-187m", "mimo-187m", "siso-1.5b", "mimo-1.5b"])
+def test_no_batch_needs_a_scan_of_its_own(compiler, name):
+    """Whatever lengths arrive while serving, what was compiled for others will do."""
+    compile_ahead, _ = compiler
+    first, *others = (compile_ahead.scan_specialisations(LAYOUTS[name], *batch)
+                      for batch in ((64, 1, 0), (1, 1, 0), (1, 1, 3), (16, 16, 16), (17, 2, 1), (700, 5, 7)))
+    for other in others:
+        for kernel, known in first.items():
+            assert other[kernel] == known, kernel

@@ -59,6 +59,17 @@ def compile_scan(target: str, layout: Mamba3Layout, dtype: str = "bfloat16", ssm
     return {kernel.__name__: compile_launch(target, kernel, *given) for kernel, *given in found}
 
 
+def scan_specialisations(layout: Mamba3Layout, tokens: int, sequences: int, decodes: int) -> dict[str, tuple]:
+    """Of every kernel of the scan, for a batch with so many sequences that decode in front, as the engine packs it."""
+    weights, pools, _, _ = _layer(layout, torch.bfloat16, torch.float32, False)
+    rows, ends = slice(decodes, decodes + tokens), torch.tensor([*range(sequences), tokens], dtype=torch.int32)
+    projected = torch.empty(decodes + tokens, layout.projection_size, dtype=torch.bfloat16)
+    out = torch.empty(decodes + tokens, layout.inner_size, dtype=torch.bfloat16)
+    slots = torch.ones(decodes + sequences, dtype=torch.int32)[decodes:]
+    found = launches(lambda: triton_scan(projected[rows], weights, pools, slots, ends, slots.bool(), out[rows]))
+    return {kernel.__name__: specialisation(kernel, *given) for kernel, *given in found}
+
+
 def _layer(layout: Mamba3Layout, dtype: torch.dtype, ssm_dtype: torch.dtype, out_norm: bool):
     kinds = Mamba3States.dtypes(dtype, ssm_dtype)
     pools = Mamba3States(*(torch.empty(2, *shape, dtype=kind) for shape, kind in zip(layout.state_shapes, kinds)))
@@ -76,6 +87,14 @@ def launches(run: Callable[[], None]) -> list[tuple]:
 
 
 def compile_launch(target: str, kernel, given: tuple, named: dict) -> Resources:
+    signature, constants, aligned = specialisation(kernel, given, named)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = {name: value for name, value in named.items() if name in OPTIONS}
+    return resources(target, triton.compile(source, target=TARGETS[target], options=options), options["num_warps"])
+
+
+def specialisation(kernel, given: tuple, named: dict) -> tuple[dict, dict, dict]:
+    """What of its arguments a kernel is compiled for: another of it is another compilation."""
     values = dict(zip(kernel.arg_names, given)) | named
     signature, constants, aligned = {}, {}, {}
     for index, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params)):
@@ -87,12 +106,10 @@ def compile_launch(target: str, kernel, given: tuple, named: dict) -> Resources:
             signature[name] = f"*{NAMES[value.dtype]}"
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
-        multiple = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
-        if multiple and specialised and not parameter.do_not_specialize_on_alignment:
+        number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+        if isinstance(number, int) and number % 16 == 0 and specialised and not parameter.do_not_specialize_on_alignment:
             aligned[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {name: value for name, value in named.items() if name in OPTIONS}
-    return resources(target, triton.compile(source, target=TARGETS[target], options=options), options["num_warps"])
+    return signature, constants, aligned
 
 
 def resources(target: str, compiled, warps: int) -> Resources:
