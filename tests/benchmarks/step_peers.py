@@ -35,7 +35,7 @@ def ours(weights: Mamba3Weights, pools_of, batch: int) -> Step:
 
 def official_module(size: Mamba3Layout):
     """mamba_ssm's whole layer, with random weights; d_model is H·P / 2."""
-    _do_without_mamba1()
+    do_without_mamba1()
     from mamba_ssm.modules import mamba3
 
     if size.is_mimo and mamba3.mamba3_mimo_combined is None:
@@ -45,7 +45,7 @@ def official_module(size: Mamba3Layout):
     return module.requires_grad_(False)
 
 
-def _do_without_mamba1() -> None:
+def do_without_mamba1() -> None:
     """mamba_ssm imports the extension of Mamba-1 whatever is asked of it."""
     sys.modules.setdefault("selective_scan_cuda", types.ModuleType("selective_scan_cuda"))
 
@@ -67,7 +67,7 @@ def official_projections(size: Mamba3Layout, batch: int, module) -> Step:
 
 def official_cute(size: Mamba3Layout, batch: int, state_dtype: torch.dtype) -> Step:
     """`mamba3_step_fn` in CuTe: the state update, read-out and gate, of states already gathered."""
-    _do_without_mamba1()
+    do_without_mamba1()
     from mamba_ssm.ops.cute.mamba3.mamba3_step_fn import mamba3_step_fn
 
     heads, rank, rows = size.num_heads, size.rank, (batch, size.num_heads, size.head_dim)
@@ -87,7 +87,7 @@ def official_cute(size: Mamba3Layout, batch: int, state_dtype: torch.dtype) -> S
 
 def official_siso(size: Mamba3Layout, batch: int) -> Step:
     """`mamba3_siso_step` in Triton, of states already gathered; it returns new ones, the ssm state in float32."""
-    _do_without_mamba1()
+    do_without_mamba1()
     from mamba_ssm.ops.triton.mamba3.mamba3_siso_step import mamba3_siso_step
 
     heads, state, wide = size.num_heads, size.state_size, dict(dtype=torch.float32)

@@ -4,7 +4,7 @@ import golden
 import pytest
 import torch
 
-from vllm_mamba3.kernels import reference
+from vllm_mamba3.kernels import chunked_scan, reference
 from vllm_mamba3.kernels.scan.torch_scan import scan_inputs
 
 pytestmark = pytest.mark.skipif(
@@ -41,3 +41,12 @@ def test_torch_scan(case, dtype):
     packed = type(inputs)(*(tensor.flatten(0, 1) for tensor in inputs))
     out, _ = scan_inputs(packed, weights, batch * [length], None, dtype)
     assert error(out.view(captured.shape).double(), captured) <= 1.1 * golden.ERRORS[name]
+
+
+@pytest.mark.parametrize("name", golden.ERRORS)
+def test_from_the_projected_row(name):
+    """Activations, norms and the split of the row among it, in float32."""
+    rows, weights, captured = golden.load_rows(name)
+    batch, length = captured.shape[:2]
+    out, _ = chunked_scan(rows.float(), weights, batch * [length])
+    assert error(out.double().view(captured.shape), captured) <= 1.1 * golden.ERRORS[name]

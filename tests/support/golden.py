@@ -1,5 +1,6 @@
 """Captured runs of the official kernels, where the repository has them beside it (../shared/golden)."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,3 +45,16 @@ def load(case: str, dtype: torch.dtype) -> tuple[TokenInputs, Mamba3Weights, tor
     inputs = TokenInputs(arrays["kw_Z"], arrays["kw_V"], torch.stack((B, C), 2), dt, A_dt, torch.sigmoid(trap),
                          arrays["kw_Angles"][:, :, 0])
     return inputs, weights, arrays["out"]
+
+
+def load_rows(case: str) -> tuple[torch.Tensor, Mamba3Weights, torch.Tensor]:
+    """One captured call as rows of the fused projection (batch · length, d_in_proj) that our kernels make the same of,
+    its weights, and its output (batch, length, H, P); in float64."""
+    inputs, weights, captured = load(case, torch.float64)
+    flat = type(inputs)(*(tensor.flatten(0, 1) for tensor in inputs))
+    rate = -flat.A_dt / flat.dt
+    dd_A = torch.where(rate >= 1, rate - 1, 1 - 1 / rate)  # heavy_tail of it is the rate
+    columns = flat.z, flat.x, flat.BC, flat.dt.expm1().log(), dd_A, flat.trapezoid.logit(), flat.angle
+    norm = torch.full_like(weights.B_norm, 1e6)  # x / sqrt(mean of x² + 1e12) · 1e6 is x: they were captured normed
+    weights = replace(weights, B_norm=norm, C_norm=norm, norm_eps=1e12, A_floor=1e-9)
+    return torch.cat([part.flatten(1) for part in columns], 1), weights, captured
