@@ -107,9 +107,10 @@ def _cos_sin_of_quarter(r, turns):
 
 @triton.jit
 def turn(turns):
-    """An angle in turns as an integer, of which 2^32 are a turn: they add up exactly, and wrap by themselves. What is not
-    finite is lost."""
-    return ((turns - tl.floor(turns + 0.5)) * 4294967296.0).to(tl.int32)
+    """An angle, at most 2^22 turns, as the nearest integer, of which 2^32 are a turn: they add up exactly, and wrap by
+    themselves. What is not finite is lost."""
+    part = tl.floor((turns - tl.floor(turns + 0.5)) * 4294967296.0 + 0.5)
+    return tl.where(part < -2147483648.0, -2147483648.0, part).to(tl.int32)  # just below half a turn it may be more
 
 
 @triton.jit

@@ -54,6 +54,9 @@ def mamba3_scan(projected: torch.Tensor, weights: Mamba3Weights, states: Mamba3S
     if num_computed_tokens is not None:
         expect("mamba3_scan", "num_computed_tokens", num_computed_tokens, tuple(slots.shape), (torch.int32,),
                projected.device)
+        if can_be_read(num_computed_tokens) and (num_computed_tokens < 0).any():
+            raise ValueError("mamba3_scan expects num_computed_tokens of at least 0, and got "
+                             f"{num_computed_tokens.tolist()}")
     choose("mamba3_scan", implementation, IMPLEMENTATIONS)
     if can_be_read(cu_seqlens):
         ends = cu_seqlens.tolist()

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from vllm_mamba3.kernels import triton_math
 
+MOST_TURNS = tl.constexpr(2.0**22)
 LOWEST_LOG_DECAY = tl.constexpr(-1e3)  # forgets everything; lower ones would only take digits from the sums
 
 
@@ -66,11 +67,19 @@ def load_pairs(row, there, N: tl.constexpr, HALVES: tl.constexpr, PAIRS: tl.cons
 
 
 @triton.jit
+def turns(rate, dt):
+    """By how much angles turn (tokens, angles), as integers: rate, of π, times dt. Beyond 2^22 turns a token, where
+    float32 has no fractions to speak of, as far as that."""
+    half = 0.5 * dt
+    return triton_math.turn(rate * tl.where(half > MOST_TURNS, MOST_TURNS, half)[:, None])
+
+
+@triton.jit
 def angles(rates, token, there, first_rank, dt, start, i, ANGLES: tl.constexpr):
     """The angles (ROWS, pairs) after each row, from those before the chunk (pairs,), and after the last one."""
     turning = (there & first_rank)[:, None] & (i < ANGLES)[None, :]
     rate = tl.load(rates + (token * (ANGLES + 1))[:, None] + i[None, :], turning, 0)
-    theta = tl.cumsum(triton_math.turn(rate * (0.5 * dt)[:, None]), 0) + start[None, :]
+    theta = tl.cumsum(turns(rate, dt), 0) + start[None, :]
     row = tl.arange(0, theta.shape[0])[:, None]
     return theta, tl.sum(tl.where(row == theta.shape[0] - 1, theta, 0), 0)
 
@@ -92,6 +101,7 @@ def norm_bias_rotate(row, norm, bias, there, cos, sin, epsilon, N: tl.constexpr,
     """
     a, b = load_pairs(row, there, N, HALVES, PAIRS)
     scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / N + epsilon)[:, None]
+    scale = tl.where(there, scale, 0.0)  # with an epsilon of 0 it would be infinite
     all_there = tl.full((1, 1), True, tl.int1)
     norm_a, norm_b = load_pairs(norm + tl.zeros((1, 1), tl.int32), all_there, N, HALVES, PAIRS)
     bias_a, bias_b = load_pairs(bias, all_there, N, HALVES, PAIRS)

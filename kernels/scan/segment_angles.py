@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from vllm_mamba3.kernels import triton_math
-from vllm_mamba3.kernels.scan.chunk import step_size
+from vllm_mamba3.kernels.scan.chunk import step_size, turns
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -27,7 +27,7 @@ def rates_kernel(projected, row_stride, rates, tokens, H: tl.constexpr, P: tl.co
 
 
 @triton.jit(do_not_specialize_on_alignment=["cu_seqlens"])
-def turns_kernel(projected, row_stride, rates, cu_seqlens, sequence_of, first_token, turns, dt_bias,
+def turns_kernel(projected, row_stride, rates, cu_seqlens, sequence_of, first_token, turned, dt_bias,
                  H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
                  UNIT: tl.constexpr, ANGLES: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
                  BLOCK_A: tl.constexpr):
@@ -46,15 +46,15 @@ def turns_kernel(projected, row_stride, rates, cu_seqlens, sequence_of, first_to
             dt, _ = step_size(scalars, token, there, row_stride, bias, h, H)
             rate = tl.load(rates + (token * (ANGLES + 1))[:, None] + i[None, :],
                            there[:, None] & (i < ANGLES)[None, :], 0)
-            total += tl.sum(triton_math.turn(rate * (0.5 * dt)[:, None]), 0)
-        tl.store(turns + (segment * H + h) * ANGLES + i, total, i < ANGLES)
+            total += tl.sum(turns(rate, dt), 0)
+        tl.store(turned + (segment * H + h) * ANGLES + i, total, i < ANGLES)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "has_initial_state"])
-def angles_kernel(turns, first_segment, slots, has_initial_state, angle_pool, angle_stride,
+def angles_kernel(turned, starts, first_segment, slots, has_initial_state, angle_pool, angle_stride,
                   H: tl.constexpr, ANGLES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_A: tl.constexpr):
-    """Grid: sequences, heads. Puts the angles at the start of each segment in the place of how far they turn in it,
-    and writes the angle states."""
+    """Grid: sequences, heads. From how far angles turn in each segment, writes the angles at its start, (segments, H,
+    ANGLES), and the angle states."""
     sequence, h, i = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK_A)
     slot = tl.load(slots + sequence).to(tl.int64)
     first, end = tl.load(first_segment + sequence), tl.load(first_segment + sequence + 1)
@@ -65,8 +65,8 @@ def angles_kernel(turns, first_segment, slots, has_initial_state, angle_pool, an
         angle = triton_math.turn(before / (2 * triton_math.PI))
         for start in range(first, end, BLOCK_S):
             segment = (start + tl.arange(0, BLOCK_S)).to(tl.int64)[:, None]
-            at, there = turns + (segment * H + h) * ANGLES + i[None, :], (segment < end) & (i < ANGLES)[None, :]
-            turn = tl.load(at, there, 0)
-            tl.store(at, angle[None, :] + tl.cumsum(turn, 0) - turn, there)
+            at, there = (segment * H + h) * ANGLES + i[None, :], (segment < end) & (i < ANGLES)[None, :]
+            turn = tl.load(turned + at, there, 0)
+            tl.store(starts + at, angle[None, :] + tl.cumsum(turn, 0) - turn, there)
             angle += tl.sum(turn, 0)
         tl.store(state, triton_math.radians(angle) + before * 0, i < ANGLES)  # what was no number stays none

@@ -67,7 +67,7 @@ def triton_scan(projected: torch.Tensor, weights: Mamba3Weights, pools: Mamba3St
     sequence_of, first_token = empty(segments, of=torch.int32), empty(segments, of=torch.int32)
     first_segment = empty(sequences + 1, of=torch.int32)
     rates = empty(len(projected), size.num_angles + 1)
-    starts = empty(segments, heads, size.num_angles, of=torch.int32)
+    turned, starts = (empty(segments, heads, size.num_angles, of=torch.int32) for _ in range(2))
     states, decay = empty(segments, heads, 2, size.head_dim, pairs), empty(segments, heads)
     given = projected, projected.stride(0) // unit
     of_segments = cu_seqlens, sequence_of, first_token
@@ -76,9 +76,9 @@ def triton_scan(projected: torch.Tensor, weights: Mamba3Weights, pools: Mamba3St
         plan_kernel[(sequences,)](cu_seqlens, num_computed_tokens, sequence_of, first_token, first_segment, segments,
                                   TOKENS=tokens, BLOCK=128, num_warps=4)
         rates_kernel[(triton.cdiv(len(projected), 64),)](*given, rates, len(projected), **sizes, **angles, BLOCK_T=64)
-        turns_kernel[(segments, heads)](*given, rates, *of_segments, starts, weights.dt_bias, **sizes, **angles,
+        turns_kernel[(segments, heads)](*given, rates, *of_segments, turned, weights.dt_bias, **sizes, **angles,
                                         TOKENS=tokens, BLOCK_T=min(64, tokens))
-        angles_kernel[(sequences, heads)](starts, first_segment, slots, has_initial_state, pools.angle,
+        angles_kernel[(sequences, heads)](turned, starts, first_segment, slots, has_initial_state, pools.angle,
                                           pool_strides[0], **angles, H=heads, BLOCK_S=16)
         added_kernel[(segments, heads)](
             *given, rates, *of_segments, slots, starts, states, decay, weights.dt_bias, weights.B_bias, weights.B_norm,

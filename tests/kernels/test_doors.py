@@ -159,6 +159,8 @@ TRITON = {
 SCAN = {
     "counts of two": (to(num_computed_tokens=int32(1, 2)),
         r"num_computed_tokens to have shape \(3,\), and got shape \(2,\)"),
+    "a count below 0": (to(num_computed_tokens=int32(1, -2, 0)),
+        r"num_computed_tokens of at least 0, and got \[1, -2, 0\]"),
     "3-D": (lambda a: dict(projected=a["projected"][None]),
         r"got a 3-D tensor of shape \(1, 7, 112\); pack the sequences"),
     "no flags": (to(has_initial_state=None), "has_initial_state to be a tensor, and got None"),

@@ -11,6 +11,7 @@ LAYOUTS = {
     "mimo-187m": Mamba3Layout(24, 64, 128, 1, 32, 4, True),
     "mimo-1.5b": Mamba3Layout(64, 64, 128, 1, 32, 4, True),
 }
+ODD = Mamba3Layout(6, 12, 22, 3, 5, 3, True)
 OTHERS = {
     "float32 rows": dict(dtype="float32"),
     "float16 rows and state": dict(dtype="float16", ssm_dtype="float16"),
@@ -75,7 +76,7 @@ def test_other_variants(compile_step, name, what):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_odd_sizes(compile_step, target):
-    used = compile_step(target, "odd sizes", Mamba3Layout(6, 12, 22, 3, 5, 3, True))
+    used = compile_step(target, "odd sizes", ODD)
     assert used.shared <= MOST_SHARED
 
 
@@ -94,8 +95,7 @@ def test_scan_at_official_shapes(compiler, name, target):
 def test_scan_of_odd_sizes(compiler):
     """In float32, too, where products have more parts."""
     compile_ahead, rows = compiler
-    layout = Mamba3Layout(6, 12, 22, 3, 5, 3, True)
-    for kernel, used in compile_ahead.compile_scan("sm_90", layout, dtype="float32", out_norm=True).items():
+    for kernel, used in compile_ahead.compile_scan("sm_90", ODD, dtype="float32", out_norm=True).items():
         rows.append(("sm_90", f"odd sizes scan, {kernel}", *used))
         assert used.shared <= MOST_SHARED, kernel
 
@@ -109,3 +109,15 @@ def test_no_batch_needs_a_scan_of_its_own(compiler, name):
     for other in others:
         for kernel, known in first.items():
             assert other[kernel] == known, kernel
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS.values(), ODD, Mamba3Layout(5, 7, 6, 1, 3)],
+                         ids=[*LAYOUTS, "odd", "odder"])
+def test_what_an_engine_needs_is_compiled_when_it_starts(compiler, layout):
+    """Also where a row of the projection or of the output is no multiple of 16 bytes."""
+    compile_ahead, _ = compiler
+    known = compile_ahead.warmed_up(layout)
+    for decodes in range(9):
+        for batch in ((64, 1, decodes), (1, 1, decodes), (17, 3, decodes)):
+            for kernel, needed in compile_ahead.scan_specialisations(layout, *batch).items():
+                assert needed in known[kernel], kernel

@@ -76,7 +76,7 @@ def evaluate():
             kernels.apply[(1,)](padded, target, len(padded), name)
             return target[: len(x)]
 
-        run.round_stochastically = kernels.round_stochastically
+        run.kernels = kernels
         yield run
 
 
@@ -98,6 +98,28 @@ def test_wrapped_angles_are_within_a_turn(evaluate):
     assert ((wrapped >= 0) & (wrapped < FULL_TURN)).all()
 
 
+def test_turns_are_the_nearest_integers(evaluate):
+    """Small ones too, which are added up by the million, and those next to half a turn or many turns away."""
+    half = torch.tensor([0.5, 1.5, 0.25, 3.0, 2.0**21, 2.0**22])
+    below, above = torch.nextafter(half, torch.zeros(1)), torch.nextafter(half, torch.full((1,), 9e9))
+    turns = torch.cat((normal(1e-8), normal(1e-4), normal(1.0), half, below, above[:-1]))
+    turns = torch.cat((turns, -turns))
+    turns = torch.cat((turns, torch.zeros(4096 - len(turns))))
+    found = torch.empty(4096, dtype=torch.int32)
+    evaluate.kernels.turn[(1,)](turns, found, len(turns))
+    error = (found.double() - turns.double() * 2**32 + 2**31).remainder(2**32) - 2**31
+    assert error[turns.abs() < 0.4].abs().max() <= 0.5
+    assert (error.abs() <= 1 + turns.abs() * 2**32 * 2**-23).all()  # what float32 knows of them
+
+
+def test_cos_and_sin_of_turns(evaluate):
+    turns = torch.linspace(-(2**31), 2**31 - 1, 4096, dtype=torch.float64).to(torch.int32)
+    cos, sin = torch.empty(2, 4096)
+    evaluate.kernels.cos_sin_of_turn[(1,)](turns, cos, sin, 4096)
+    theta = turns.double() * (2 * math.pi / 2**32)
+    assert (cos - theta.cos()).abs().max() < 1.2e-7 and (sin - theta.sin()).abs().max() < 1.2e-7
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_stochastic_rounding(evaluate, dtype):
     """Between neighbours by the odds of the place between them; what is exact, infinite or no number stays."""
@@ -112,7 +134,7 @@ def test_stochastic_rounding(evaluate, dtype):
         source = values.repeat_interleave(draws)
         bits = torch.randint(-(2**31), 2**31, source.shape, generator=generator, dtype=torch.int64).to(torch.int32)
         target = torch.empty(len(source), dtype=dtype)
-        evaluate.round_stochastically[(1,)](source, bits.view(torch.uint32), target, len(source))
+        evaluate.kernels.round_stochastically[(1,)](source, bits.view(torch.uint32), target, len(source))
         rounded = target.float().view(-1, draws)
         if stays:
             torch.testing.assert_close(rounded, values[:, None].expand_as(rounded), rtol=0, atol=0, equal_nan=True)
@@ -130,7 +152,7 @@ def test_stochastic_rounding_to_bfloat16_saturates(evaluate):
     source = torch.tensor([largest, 3.39e38, 3.4e38, -3.4e38]).repeat(16)
     bits = torch.full_like(source, -1, dtype=torch.int32)
     target = torch.empty(len(source), dtype=torch.bfloat16)
-    evaluate.round_stochastically[(1,)](source, bits.view(torch.uint32), target, len(source))
+    evaluate.kernels.round_stochastically[(1,)](source, bits.view(torch.uint32), target, len(source))
     assert torch.equal(target.float(), torch.tensor([largest, largest, largest, -largest]).repeat(16))
 
 
@@ -139,7 +161,7 @@ def test_stochastic_rounding_to_float16_saturates(evaluate):
     source = torch.tensor([65503.0, 65504.0, 65510.0, 65519.0, 1e5, 3e38, -65504.0, -65530.0]).repeat(16)
     bits = torch.randint(-(2**31), 2**31, source.shape, generator=torch.Generator().manual_seed(1)).to(torch.int32)
     target = torch.empty(len(source), dtype=torch.float16)
-    evaluate.round_stochastically[(1,)](source, bits.view(torch.uint32), target, len(source))
+    evaluate.kernels.round_stochastically[(1,)](source, bits.view(torch.uint32), target, len(source))
     rounded = target.float().view(-1, 8)
     assert ((rounded[:, 0] == 65504) | (rounded[:, 0] == 65472)).all()
     assert (rounded[:, 1:6] == 65504).all() and (rounded[:, 6:] == -65504).all()

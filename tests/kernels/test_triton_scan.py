@@ -1,5 +1,7 @@
 """The Triton scan under Triton's interpreter, through its door, against the reference token by token."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from interpreted_triton import interpreted
@@ -18,7 +20,7 @@ SMALL = {
 SISO_AND_MIMO = pytest.mark.parametrize("layer", SMALL.values(), ids=SMALL)
 
 # NumPy, which interprets them, warns of what NaN and infinities are meant to do.
-pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -169,6 +171,16 @@ def test_what_is_no_number_is_not_hidden(layer, where):
         projected[20, start : start + (1 if where == "angle" else size.num_heads)] = torch.nan
     out = scan(pages, weights, projected, [1], [40], [True])
     assert not out[20:].isfinite().any() and not pages.read(1).ssm.isfinite().any()
+
+
+@SISO_AND_MIMO
+def test_norms_without_an_epsilon(layer):
+    """Rows before and after the sequence's have a norm of zero."""
+    weights = replace(layer.weights(torch.float32), norm_eps=0.0)
+    projected = random_projected(layer.layout, 37, 1, torch.float32)
+    pages = Pages(layer.layout, torch.float32, 2)
+    out = scan(pages, weights, projected, [1], [37], [False], int32(5))
+    assert_close(TOLERANCE, out, pages.read(1), *reference(projected, weights))
 
 
 @pytest.mark.parametrize("dd_A", [30.0, 1e4, 3e38])

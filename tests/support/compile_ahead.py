@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
@@ -18,6 +19,8 @@ from triton.compiler import ASTSource
 from vllm_mamba3.kernels import Mamba3Layout, Mamba3States
 from vllm_mamba3.kernels.scan.triton_scan import triton_scan
 from vllm_mamba3.kernels.step import triton_step
+from vllm_mamba3.model import mixer
+from vllm_mamba3.model.state_cache import scratch_states
 
 TARGETS = {f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 86, 89, 90, 100, 120)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
@@ -66,13 +69,26 @@ def scan_specialisations(layout: Mamba3Layout, tokens: int, sequences: int, deco
     projected = torch.empty(decodes + tokens, layout.projection_size, dtype=torch.bfloat16)
     out = torch.empty(decodes + tokens, layout.inner_size, dtype=torch.bfloat16)
     slots = torch.ones(decodes + sequences, dtype=torch.int32)[decodes:]
-    found = launches(lambda: triton_scan(projected[rows], weights, pools, slots, ends, slots.bool(), out[rows]))
+    found = launches(lambda: triton_scan(projected[rows], weights, pools, slots, ends, slots.bool(), out[rows], slots))
     return {kernel.__name__: specialisation(kernel, *given) for kernel, *given in found}
 
 
+def warmed_up(layout: Mamba3Layout) -> dict[str, list[tuple]]:
+    """Of every kernel of the scan, the specialisations that an engine compiles when it starts."""
+    weights, pools, _, _ = _layer(layout, torch.bfloat16, torch.float32, False)
+    layer = SimpleNamespace(
+        weights=weights, scan="triton", max_num_seqs=4, run_step=lambda *_: None,
+        _state_shapes=[pool.shape[1:] for pool in pools], _state_dtypes=[pool.dtype for pool in pools])
+    rows = [torch.empty(32, size, dtype=torch.bfloat16) for size in (layout.projection_size, layout.inner_size)]
+    found = {}
+    with mock.patch.object(mixer, "mamba3_scan", lambda *arguments: triton_scan(*arguments[:-1])):
+        for kernel, *given in launches(lambda: mixer.Mamba3Mixer.run_without_sequences(layer, *rows)):
+            found.setdefault(kernel.__name__, []).append(specialisation(kernel, *given))
+    return found
+
+
 def _layer(layout: Mamba3Layout, dtype: torch.dtype, ssm_dtype: torch.dtype, out_norm: bool):
-    kinds = Mamba3States.dtypes(dtype, ssm_dtype)
-    pools = Mamba3States(*(torch.empty(2, *shape, dtype=kind) for shape, kind in zip(layout.state_shapes, kinds)))
+    pools = scratch_states(layout.state_shapes, Mamba3States.dtypes(dtype, ssm_dtype), "cpu")
     return (random_weights(layout, 0, torch.float32, out_norm), pools,
             torch.empty(16, layout.projection_size, dtype=dtype), torch.empty(16, layout.inner_size, dtype=dtype))
 

@@ -12,8 +12,10 @@ import torch
 
 SCAN = "vllm_mamba3.kernels.scan."
 MODULES = (
-    "vllm_mamba3.kernels.triton_math", "vllm_mamba3.kernels.step.triton_step", "math_kernels", SCAN + "segments",
-    SCAN + "chunk", SCAN + "segment_angles", SCAN + "segment_states", SCAN + "chunk_outputs", SCAN + "triton_scan",
+    "vllm_mamba3.kernels.triton_math", "vllm_mamba3.kernels.triton_checks", "vllm_mamba3.kernels.step.launch",
+    "vllm_mamba3.kernels.step.triton_step",
+    "math_kernels", SCAN + "segments", SCAN + "chunk", SCAN + "segment_angles", SCAN + "segment_states",
+    SCAN + "chunk_outputs", SCAN + "launch", SCAN + "triton_scan",
 )
 
 

@@ -30,6 +30,21 @@ def apply(source, target, count: tl.constexpr, function: tl.constexpr):
 
 
 @triton.jit
+def turn(source, target, count: tl.constexpr):
+    """Turns as the integers that angles are added up as."""
+    i = tl.arange(0, count)
+    tl.store(target + i, triton_math.turn(tl.load(source + i)))
+
+
+@triton.jit
+def cos_sin_of_turn(source, cos, sin, count: tl.constexpr):
+    i = tl.arange(0, count)
+    at_i = triton_math.cos_sin_of_turn(tl.load(source + i))
+    tl.store(cos + i, at_i[0])
+    tl.store(sin + i, at_i[1])
+
+
+@triton.jit
 def round_stochastically(source, bits, target, count: tl.constexpr):
     i = tl.arange(0, count)
     rounded = triton_math.round_stochastically(tl.load(source + i), target.dtype.element_ty, tl.load(bits + i))

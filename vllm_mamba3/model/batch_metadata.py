@@ -19,9 +19,11 @@ from vllm.v1.kv_cache_interface import MambaSpec
 @dataclass
 class Mamba3AttentionMetadata(Mamba2AttentionMetadata):
     """What the mixer reads: state_indices_tensor_d (S, 1) and has_initial_states_d (S,) of the rows that decode,
-    which come first, and state_indices_tensor_p, query_start_loc_p and has_initial_states_p of those that prefill."""
+    which come first, and state_indices_tensor_p, query_start_loc_p, has_initial_states_p and num_computed_tokens_p
+    (S,) int32 of those that prefill."""
 
     has_initial_states_d: torch.Tensor | None = None
+    num_computed_tokens_p: torch.Tensor | None = None
 
 
 class Mamba3AttentionMetadataBuilder(Mamba2AttentionMetadataBuilder):
@@ -51,6 +53,9 @@ class Mamba3AttentionMetadataBuilder(Mamba2AttentionMetadataBuilder):
                 self.has_initial_states_d.fill_(True)
                 self.all_have_states = True
             metadata.has_initial_states_d = flags
+        if metadata.num_prefills:
+            end = metadata.num_reqs
+            metadata.num_computed_tokens_p = batch.compute_num_computed_tokens()[end - metadata.num_prefills : end]
         return metadata
 
 

@@ -32,6 +32,7 @@ class Mamba3Mixer(nn.Module, MambaBase):
         self.layout = size = layout_of(config)
         self._state_shapes, self._state_dtypes = state_shapes(config), state_dtypes(vllm_config)
         self.step, self.scan = chosen_implementation("step"), chosen_implementation("scan")
+        self.max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         self.rounds_stochastically = vllm_config.mamba_config.enable_stochastic_rounding
 
         self.in_proj = ColumnParallelLinear(config.hidden_size, size.projection_size, bias=False,
@@ -78,7 +79,7 @@ class Mamba3Mixer(nn.Module, MambaBase):
         if batch.num_prefills:
             rows = slice(decodes, decodes + batch.num_prefill_tokens)
             mamba3_scan(projected[rows], self.weights, states, batch.state_indices_tensor_p, batch.query_start_loc_p,
-                        batch.has_initial_states_p, out[rows], implementation=self.scan)
+                        batch.has_initial_states_p, out[rows], batch.num_computed_tokens_p, implementation=self.scan)
 
     def run_step(self, projected: torch.Tensor, states: Mamba3States, slots: torch.Tensor,
                  has_initial_state: torch.Tensor, out: torch.Tensor) -> None:
@@ -91,12 +92,21 @@ class Mamba3Mixer(nn.Module, MambaBase):
     def run_without_sequences(self, projected: torch.Tensor, out: torch.Tensor) -> None:
         """vLLM's run at start-up that measures memory, before there is a state cache.
 
-        A step of padding compiles the very kernel that decoding launches, so that no request waits for it.
+        A step and a scan of padding compile the very kernels that are launched later, so that no request waits for
+        them; and the scan takes all the memory that it will ever take.
         """
         out.zero_()
         row, no_slot = slice(0, 1), torch.zeros(1, dtype=torch.int32, device=projected.device)
         states = scratch_states(self._state_shapes, self._state_dtypes, projected.device)
         self.run_step(projected[row], states, no_slot, no_slot.bool(), out[row])
+        if self.scan == "triton":
+            no_slots = no_slot.expand(min(self.max_num_seqs, len(projected)))
+            for first in range(8):  # prefills may start at any row, which lies anywhere between multiples of 16 bytes
+                rows = slice(first, None)
+                ends = torch.full((len(no_slots) + 1,), len(projected[rows]), device=projected.device).int()
+                ends[0] = 0
+                mamba3_scan(projected[rows], self.weights, states, no_slots, ends, no_slots.bool(), out[rows],
+                            no_slots, self.scan)
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
