@@ -4,7 +4,7 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
-from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 from vllm.config.mamba import MambaConfig
 from vllm.config.offload import OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig
 
@@ -15,7 +15,8 @@ from vllm_mamba3.engine_config import REFUSED, Mamba3EngineConfig
 def engine(**changes) -> SimpleNamespace:
     """A VllmConfig as far as a hook for models reads it, vLLM's defaults in it; changes by dotted path."""
     config = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=2048, quantization=None, runner_type="generate"),
+        model_config=SimpleNamespace(max_model_len=2048, quantization=None, runner_type="generate", architecture="m"),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
         cache_config=CacheConfig(enable_prefix_caching=False),
         parallel_config=ParallelConfig(),
         speculative_config=None,
@@ -24,6 +25,8 @@ def engine(**changes) -> SimpleNamespace:
         offload_config=OffloadConfig(),
         mamba_config=MambaConfig(),
     )
+    if any(path.startswith("speculative_config.") for path in changes):
+        config.speculative_config = SimpleNamespace(method="ngram")
     for path, value in changes.items():
         *parents, name = path.split(".")
         target = config
@@ -78,12 +81,11 @@ CASES = [
     ("parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
     ("parallel_config.decode_context_parallel_size", 2, "--decode-context-parallel-size 1"),
     ("parallel_config.prefill_context_parallel_size", 2, "--prefill-context-parallel-size 1"),
-    ("speculative_config", object(), "--speculative-config"),
+    ("speculative_config.method", "eagle", "--speculative-config to ngram"),
     ("lora_config", object(), "--enable-lora"),
     ("kv_transfer_config", object(), "--kv-transfer-config"),
     ("cache_config.kv_offloading_size", 4.0, "--kv-offloading-size"),
-    ("cache_config.enable_prefix_caching", True, "--no-enable-prefix-caching"),
-    ("cache_config.mamba_cache_mode", "align", "--mamba-cache-mode"),
+    ("cache_config.mamba_cache_mode", "all", "--mamba-cache-mode"),
     ("cache_config.use_replayssm", True, "--use-replayssm"),
     ("cache_config.cache_dtype", "fp8", "--kv-cache-dtype auto"),
     ("cache_config.mamba_cache_dtype", "bfloat16", "--mamba-cache-dtype auto"),
@@ -101,6 +103,25 @@ def test_what_can_not_work_is_refused_with_the_setting_to_change(path, value, re
         assert repr(value) in str(caught.value)
 
 
+def test_drafts_from_the_prompt_are_accepted():
+    config = engine(**{"speculative_config.method": "ngram"})
+    Mamba3EngineConfig.verify_and_update_config(config)
+    assert config.cache_config.mamba_cache_mode == "none"
+
+
+def test_prefix_caching_is_accepted_and_a_state_is_kept_at_block_borders():
+    config = engine(**{"cache_config.enable_prefix_caching": True})
+    config.cache_config.block_size = 32
+    Mamba3EngineConfig.verify_and_update_config(config)
+    assert (config.cache_config.mamba_cache_mode, config.cache_config.mamba_block_size) == ("align", 32)
+
+
+def test_drafts_and_prefix_caching_are_refused_together():
+    with pytest.raises(ValueError, match="leave out --speculative-config or set --no-enable-prefix-caching"):
+        Mamba3EngineConfig.verify_and_update_config(
+            engine(**{"speculative_config.method": "ngram", "cache_config.enable_prefix_caching": True}))
+
+
 @pytest.mark.parametrize("change", [("enable_dbo", True), ("ubatch_size", 2)], ids=["dbo", "ubatch"])
 def test_microbatches_are_refused(change):
     with pytest.raises(ValueError, match="--enable-dbo and --ubatch-size"):
@@ -114,6 +135,7 @@ def test_the_installed_vllm_has_the_setting(path):
         "model_config": ModelConfig,
         "parallel_config": ParallelConfig,
         "mamba_config": MambaConfig,
+        "speculative_config": SpeculativeConfig,
         "offload_config.uva": UVAOffloadConfig,
         "offload_config.prefetch": PrefetchOffloadConfig,
     }

@@ -8,11 +8,13 @@ from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFunc, get_temporal_copy_spec
+from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 
 from vllm_mamba3.checkpoint import weights as checkpoint_weights
+from vllm_mamba3.kernels import Mamba3States
 from vllm_mamba3.model.block import AddNorm, Mamba3Block
 from vllm_mamba3.model.state_cache import state_dtypes, state_shapes
 
@@ -40,7 +42,7 @@ class Mamba3Backbone(nn.Module):
         return self.norm_f(hidden_states, residual)[0]
 
 
-class Mamba3ForCausalLM(nn.Module, HasInnerState, IsAttentionFree):
+class Mamba3ForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching):
     """A Mamba-3 language model: mamba_ssm's MambaLMHeadModel with Mamba3 layers."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -73,3 +75,7 @@ class Mamba3ForCausalLM(nn.Module, HasInnerState, IsAttentionFree):
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
         return state_dtypes(vllm_config)
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> tuple[MambaStateCopyFunc, ...]:
+        return (get_temporal_copy_spec,) * len(Mamba3States._fields)  # whole states, none of them a window of tokens

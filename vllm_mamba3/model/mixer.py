@@ -33,6 +33,7 @@ class Mamba3Mixer(nn.Module, MambaBase):
         self._state_shapes, self._state_dtypes = state_shapes(config), state_dtypes(vllm_config)
         self.step, self.scan = chosen_implementation("step"), chosen_implementation("scan")
         self.max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+        self.num_drafts = vllm_config.num_speculative_tokens
         self.rounds_stochastically = vllm_config.mamba_config.enable_stochastic_rounding
 
         self.in_proj = ColumnParallelLinear(config.hidden_size, size.projection_size, bias=False,
@@ -71,23 +72,27 @@ class Mamba3Mixer(nn.Module, MambaBase):
             return
         batch: Mamba3AttentionMetadata = batches[self.prefix]
         states = Mamba3States(*self.kv_cache)
-        decodes = 0
         if batch.num_decodes:
-            slots = batch.state_indices_tensor_d[:, 0]  # as many as the graph has rows: those without a sequence are 0
-            decodes = len(slots)
-            self.run_step(projected[:decodes], states, slots, batch.has_initial_states_d, out[:decodes])
+            # As many slots as the graph has sequences: those that are none are 0.
+            slots, several = batch.state_indices_tensor_d, {}
+            if slots.shape[1] > 1:
+                several = dict(cu_seqlens=batch.query_start_loc_d, num_accepted_tokens=batch.num_accepted_tokens)
+                rows = slice(batch.num_decode_tokens if batch.num_prefills else None)
+            else:
+                slots, rows = slots[:, 0], slice(len(slots))
+            self.run_step(projected[rows], states, slots, batch.has_initial_states_d, out[rows], **several)
         if batch.num_prefills:
-            rows = slice(decodes, decodes + batch.num_prefill_tokens)
+            rows = slice(batch.num_decode_tokens, batch.num_decode_tokens + batch.num_prefill_tokens)
             mamba3_scan(projected[rows], self.weights, states, batch.state_indices_tensor_p, batch.query_start_loc_p,
                         batch.has_initial_states_p, out[rows], batch.num_computed_tokens_p, implementation=self.scan)
 
     def run_step(self, projected: torch.Tensor, states: Mamba3States, slots: torch.Tensor,
-                 has_initial_state: torch.Tensor, out: torch.Tensor) -> None:
+                 has_initial_state: torch.Tensor, out: torch.Tensor, **several: torch.Tensor) -> None:
         seed = None
         if self.rounds_stochastically:
             seed = torch.randint(2**63 - 1, (1,), device=projected.device)
         mamba3_step(projected, self.weights, states, slots, out, has_initial_state, rounding_seed=seed,
-                    implementation=self.step)
+                    implementation=self.step, **several)
 
     def run_without_sequences(self, projected: torch.Tensor, out: torch.Tensor) -> None:
         """vLLM's run at start-up that measures memory, before there is a state cache.
@@ -98,7 +103,11 @@ class Mamba3Mixer(nn.Module, MambaBase):
         out.zero_()
         row, no_slot = slice(0, 1), torch.zeros(1, dtype=torch.int32, device=projected.device)
         states = scratch_states(self._state_shapes, self._state_dtypes, projected.device)
-        self.run_step(projected[row], states, no_slot, no_slot.bool(), out[row])
+        slots, several = no_slot, {}
+        if self.num_drafts:
+            slots = no_slot[:, None].expand(1, 1 + self.num_drafts)
+            several = dict(cu_seqlens=torch.arange(2, device=no_slot.device).int(), num_accepted_tokens=no_slot + 1)
+        self.run_step(projected[row], states, slots, no_slot.bool(), out[row], **several)
         if self.scan == "triton":
             no_slots = no_slot.expand(min(self.max_num_seqs, len(projected)))
             for first in range(8):  # prefills may start at any row, which lies anywhere between multiples of 16 bytes
