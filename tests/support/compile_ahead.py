@@ -77,7 +77,7 @@ def warmed_up(layout: Mamba3Layout) -> dict[str, list[tuple]]:
     """Of every kernel of the scan, the specialisations that an engine compiles when it starts."""
     weights, pools, _, _ = _layer(layout, torch.bfloat16, torch.float32, False)
     layer = SimpleNamespace(
-        weights=weights, scan="triton", max_num_seqs=4, run_step=lambda *_: None,
+        weights=weights, scan="triton", max_num_seqs=4, num_drafts=0, run_step=lambda *_: None,
         _state_shapes=[pool.shape[1:] for pool in pools], _state_dtypes=[pool.dtype for pool in pools])
     rows = [torch.empty(32, size, dtype=torch.bfloat16) for size in (layout.projection_size, layout.inner_size)]
     found = {}
