@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ def engine(checkpoint: Path, **settings) -> Iterator:
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 
     set_cudagraph_capturing_enabled(True)  # the last engine of this process left it off for good
+    _give_llvmlite_no_dict()
     defaults = dict(max_model_len=512, max_num_batched_tokens=48, max_num_seqs=8, skip_tokenizer_init=True, seed=0)
     llm = LLM(model=str(checkpoint), **(defaults | settings))
     try:
@@ -26,6 +28,22 @@ def engine(checkpoint: Path, **settings) -> Iterator:
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+
+
+def _give_llvmlite_no_dict() -> None:
+    """vLLM 0.32 on a CPU looks through the `__dict__` of whatever any module holds, and numba, which an engine with
+    drafts loads, holds a library that answers to every name: the next engine of the process would not start."""
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    if ffi is None or hasattr(type(ffi.lib), "without_dict"):
+        return
+    kind, get = type(ffi.lib), type(ffi.lib).__getattr__
+
+    def getattr_without_dict(library, name):
+        if name == "__dict__":
+            raise AttributeError(name)
+        return get(library, name)
+
+    kind.__getattr__, kind.without_dict = getattr_without_dict, True
 
 
 def states(llm) -> list[tuple[torch.Tensor, ...]]:
@@ -84,3 +102,15 @@ def differences(model, prompts: list[list[int]], completions) -> torch.Tensor:
         for position, told in enumerate(completion.logprobs):
             found += [entry.logprob - expected[position, token].item() for token, entry in told.items()]
     return torch.tensor(found)
+
+
+def _block_pool(llm):
+    return llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+
+
+def all_blocks(llm) -> int:
+    return _block_pool(llm).num_gpu_blocks
+
+
+def free_blocks(llm) -> int:
+    return _block_pool(llm).get_num_free_blocks()
